@@ -1,0 +1,62 @@
+"""Errors a user can meet. Each class knows its HTTP status and its OpenAI `type`.
+
+`assert` is for our mistakes; these are for theirs. A message states the value seen and the values
+allowed. One boundary (the HTTP app, or `main` at start-up) turns an error into a reply or exit code.
+"""
+
+from __future__ import annotations
+
+
+class SglSpecError(Exception):
+    """Base of every error that a user may be shown."""
+
+    status = 500
+    type = "InternalServerError"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequestError(SglSpecError):
+    """A request field has a value that cannot be served; `param` names the field."""
+
+    status = 400
+    type = "BadRequestError"
+
+
+class UnauthorizedError(SglSpecError):
+    """The API key is missing or wrong."""
+
+    status = 401
+    type = "AuthenticationError"
+
+
+class NotFoundError(SglSpecError):
+    """The model or resource named in the request does not exist here."""
+
+    status = 404
+    type = "NotFoundError"
+
+
+class QueueFullError(SglSpecError):
+    """The waiting queue holds `--max-queued-requests` requests."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+
+
+class EngineDeadError(SglSpecError):
+    """The engine process has ended; the server is about to exit."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+
+
+class ConfigError(SglSpecError):
+    """A flag, or a combination of flags, cannot work. Ends the start-up with one sentence."""
+
+
+class UnsupportedModelError(ConfigError):
+    """A checkpoint's config or weights hold something that is not supported; it is named."""

@@ -1,0 +1,45 @@
+"""The one shape of a forward pass: rows of tokens, the KV they may see, and where they write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values of every layer, addressed by slot.
+
+    k, v: [num_layers, num_slots, num_kv_heads, head_dim].
+    """
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One forward over ragged rows: B requests, T rows in all, request i owning rows
+    q_starts[i] .. q_starts[i+1].
+
+    Row r of request i holds `tokens[r]` at rotary position `positions[r]`; its KV is written at slot
+    `slots[r]`, which is logical position prefix_lens[i] + (r - q_starts[i]) of the request's table row.
+    A row sees the whole prefix (logical positions < prefix_lens[i]) and, of its own request's new rows,
+    - `mask_words` None: itself and the rows before it (a prefill chunk, causal);
+    - else row j (counted from q_starts[i]) iff bit j of its word is set (a token tree; at most 64 rows
+      per request). A root-only tree (one row, word 1) is ordinary decoding.
+
+    tokens, positions, slots: [T] int64. mask_words: [T] int64 or None.
+    req_to_token: [rows, width] int32, the slot of each logical position of each request row.
+    rows: [B] int64, table row of each request. prefix_lens: [B] int64. q_starts: [B + 1] int64.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    req_to_token: Tensor
+    rows: Tensor
+    prefix_lens: Tensor
+    q_starts: Tensor
+    mask_words: Tensor | None

@@ -1,0 +1,112 @@
+"""Messages between the API process and the engine process: msgpack over ZMQ, never pickle.
+
+API -> engine: `ToEngine`, one message each. Engine -> API: `FromEngine`; the chunks of one step travel
+together in one `Chunks`, so that a step costs the API process one receive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sgl_spec.request import FinishReason, SpecStats, TokenizedRequest
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Start a request. Answered by `OutputChunk`s, the last of which carries `finish`."""
+
+    request: TokenizedRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End a request, or all of them when `rid` is None. Each still gets its terminal chunk."""
+
+    rid: str | None
+
+
+class Control(msgspec.Struct, frozen=True, tag="control"):
+    """Ask the engine for something that is no generation; answered by `ControlReply`.
+
+    op: "flush_cache" (drops prefix cache and drafter memory if no request is running) or "state".
+    """
+
+    call_id: int
+    op: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Finish what runs (`drain`) or abort it, then end the engine process."""
+
+    drain: bool = True
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The engine is ready to serve.
+
+    `info` is plain data for /model_info and /server_info: see `engine.process.ready_info`.
+    """
+
+    info: dict[str, Any]
+
+
+class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """New tokens of one request. Exactly one chunk per request has `finish` set: the last.
+
+    ids: tokens since the previous chunk (possibly none on the last).
+    The remaining fields are meaningful on every chunk and final on the last.
+    """
+
+    rid: str
+    ids: list[int]
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    retractions: int = 0
+    finish: FinishReason | None = None
+    spec: SpecStats | None = None
+
+
+class Chunks(msgspec.Struct, frozen=True, tag="chunks"):
+    """All chunks of one engine step."""
+
+    chunks: list[OutputChunk]
+
+
+class ControlReply(msgspec.Struct, frozen=True, tag="control_reply"):
+    """Answer to `Control`; `ok` False carries the reason in `message`."""
+
+    call_id: int
+    ok: bool
+    message: str = ""
+    data: dict[str, Any] = {}
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The engine cannot start or go on; it ends after sending this."""
+
+    message: str
+    config_error: bool = False
+
+
+ToEngine = Submit | Abort | Control | Shutdown
+FromEngine = Ready | Chunks | ControlReply | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """Message to msgpack bytes."""
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    """Bytes to a message for the engine; raises `msgspec.ValidationError` on anything else."""
+    return _to_engine.decode(data)
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    """Bytes to a message from the engine; raises `msgspec.ValidationError` on anything else."""
+    return _from_engine.decode(data)

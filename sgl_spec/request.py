@@ -1,0 +1,127 @@
+"""What a request asks for and how it ends. Pure data: no torch, no engine state."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from sgl_spec.errors import InvalidRequestError
+
+MAX_STOP_STRINGS = 32
+SEED_BITS = 63
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is chosen and when the request ends.
+
+    `temperature` 0 is greedy. `top_k` -1 keeps every token. `seed` None means: draw a random one and
+    report it. Ranges are checked by `check`.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    seed: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every draw is an argmax."""
+        return self.temperature == 0.0
+
+    def check(self, vocab_size: int) -> None:
+        """Raise `InvalidRequestError` naming the first field out of range."""
+        _at_least("max_new_tokens", self.max_new_tokens, 0)
+        _between("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            _refuse("temperature", self.temperature, "a finite number >= 0")
+        if not 0 < self.top_p <= 1:
+            _refuse("top_p", self.top_p, "a number in (0, 1]")
+        if self.top_k != -1 and self.top_k < 1:
+            _refuse("top_k", self.top_k, "-1 (all tokens) or an integer >= 1")
+        if not 0 <= self.min_p <= 1:
+            _refuse("min_p", self.min_p, "a number in [0, 1]")
+        if len(self.stop) > MAX_STOP_STRINGS or "" in self.stop:
+            _refuse("stop", list(self.stop), f"at most {MAX_STOP_STRINGS} non-empty strings")
+        for token in self.stop_token_ids:
+            if not 0 <= token < vocab_size:
+                _refuse("stop_token_ids", token, f"ids from 0 to {vocab_size - 1}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            _refuse("seed", self.seed, "a 64-bit signed integer")
+
+
+def _refuse(field: str, value: object, allowed: str) -> None:
+    raise InvalidRequestError(f"{field} must be {allowed}, got {value!r}.", param=field)
+
+
+def _at_least(field: str, value: int, low: int) -> None:
+    if value < low:
+        _refuse(field, value, f"an integer >= {low}")
+
+
+def _between(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        _refuse(field, value, f"an integer from {low} to {high}")
+
+
+class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request ended.
+
+    `matched` is the stop token id or stop string of a "stop"; `message` and `status` tell about an
+    "abort" (status is the HTTP code to give when nothing has been sent yet).
+    """
+
+    kind: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    message: str | None = None
+    status: int = 200
+
+
+class SpecStats(msgspec.Struct, kw_only=True):
+    """Speculation counts of one request, over its decode rounds only.
+
+    The token sampled from the prompt's last row is no round and counts nowhere here; neither do draft
+    tokens accepted after the position where the request stopped.
+
+    verify_ct: rounds (target forwards) that this request took part in.
+    proposed: draft tokens that were verified, summed over the rounds (the root is not one).
+    accepted: of those, accepted and kept.
+    histogram: entry i = rounds that kept exactly i draft tokens.
+    """
+
+    verify_ct: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    histogram: list[int] = []
+
+    def add_round(self, proposed: int, accepted: int) -> None:
+        """Count one round."""
+        self.verify_ct += 1
+        self.proposed += proposed
+        self.accepted += accepted
+        self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
+        self.histogram[accepted] += 1
+
+
+class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as the engine receives it: ids only, every default resolved, the seed drawn.
+
+    `arrival` is wall-clock time (`time.time()`) at the API process. `stream` only changes how often
+    the engine reports (`--stream-interval`).
+    """
+
+    rid: str
+    input_ids: list[int]
+    sampling: SamplingParams
+    stream: bool = False
+    arrival: float = 0.0
