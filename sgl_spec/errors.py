@@ -40,6 +40,27 @@ class NotFoundError(SglSpecError):
     type = "NotFoundError"
 
 
+class PayloadTooLargeError(SglSpecError):
+    """The request body is larger than the server reads."""
+
+    status = 413
+    type = "BadRequestError"
+
+
+class UnsupportedMediaTypeError(SglSpecError):
+    """The request body is declared as something other than JSON."""
+
+    status = 415
+    type = "BadRequestError"
+
+
+class UnavailableError(SglSpecError):
+    """The server is loading, shutting down, or its engine did not answer in time."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+
+
 class QueueFullError(SglSpecError):
     """The waiting queue holds `--max-queued-requests` requests."""
 

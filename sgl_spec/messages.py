@@ -82,6 +82,36 @@ class ControlReply(msgspec.Struct, frozen=True, tag="control_reply"):
     data: dict[str, Any] = {}
 
 
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
+    """`ControlReply.data` of the op "state", as `msgspec.to_builtins` gives it.
+
+    Token counts are KV slots: used + cached + free == the pool. Names in `_total` only ever grow, from
+    the start of the engine. The spec counts leave out tokens sampled by prefill; `spec_emitted_total`
+    counts the tokens that rounds gave out (bonus included), entry i of the histogram the rounds that
+    kept exactly i draft tokens. `gen_throughput` is in tokens/s over the last reporting window.
+    """
+
+    running: int
+    queued: int
+    used_tokens: int
+    cached_tokens: int
+    free_tokens: int
+    held_tokens: int = 0
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    requests_total: int = 0
+    aborted_total: int = 0
+    retracted_total: int = 0
+    spec_verify_total: int = 0
+    spec_proposed_total: int = 0
+    spec_accepted_total: int = 0
+    spec_emitted_total: int = 0
+    spec_accept_histogram: list[int] = []
+    gen_throughput: float = 0.0
+    drafter: dict[str, Any] = {}
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The engine cannot start or go on; it ends after sending this."""
 
