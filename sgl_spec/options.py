@@ -1,0 +1,240 @@
+"""How a dataclass field becomes a command-line option: declaration, conversion, help, table.
+
+A field made by `option` says everything about one flag. `convert` is the only place where a value,
+typed in a shell or passed from Python, is turned into the field's type and refused if it is out of
+range, so that both ways in give the same sentence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from sgl_spec.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Check:
+    """A condition on a value and the words that say what is allowed."""
+
+    allowed: str
+    ok: Callable[[Any], bool]
+
+
+def at_least(low: int) -> Check:
+    """An integer with a lower bound."""
+    return Check(f"an integer >= {low}", lambda value: bool(value >= low))
+
+
+def between(low: int, high: int) -> Check:
+    """An integer within both bounds."""
+    return Check(f"an integer from {low} to {high}", lambda value: bool(low <= value <= high))
+
+
+NOT_EMPTY = Check("a non-empty string", bool)
+
+
+@dataclass(frozen=True)
+class Option:
+    """What the field's metadata holds, under the key "option"."""
+
+    help: str
+    group: str
+    aliases: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    spellings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    normalize: Callable[[str], str | None] | None = None
+    check: Check | None = None
+    unset: str = ""
+    metavar: str = ""
+
+
+def option(
+    default: Any = dataclasses.MISSING, *, secret: bool = False, help: str, group: str, **rest: Any
+) -> Any:
+    """A dataclass field that is a command-line option; no default makes it required.
+
+    aliases: other flags with the same meaning. choices: the values allowed. spellings: other words
+    for a choice. normalize: brings a string into its one form. check: the range. unset: what None
+    means. secret: the value stays out of `repr`.
+    """
+    described = Option(help=help, group=group, **rest)
+    return dataclasses.field(default=default, repr=not secret, metadata={"option": described})
+
+
+@dataclass(frozen=True)
+class Declared:
+    """One option with what its field adds: name, flags, base type and default."""
+
+    name: str
+    kind: type
+    optional: bool
+    default: Any
+    about: Option
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flag and its aliases."""
+        return (flag_of(self.name), *self.about.aliases)
+
+    @property
+    def required(self) -> bool:
+        """Whether there is no default."""
+        return self.default is dataclasses.MISSING
+
+    @property
+    def default_text(self) -> str:
+        """The default in words."""
+        if self.required:
+            return "required"
+        if self.default is None:
+            return self.about.unset or "none"
+        return "off" if self.default is False else str(self.default)
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values in words."""
+        if self.about.choices:
+            return "one of " + ", ".join(self.about.choices)
+        if self.about.check is not None:
+            return self.about.check.allowed
+        return {int: "an integer", str: "a string", bool: "true or false"}[self.kind]
+
+
+def flag_of(name: str) -> str:
+    """Field name to flag."""
+    return "--" + name.replace("_", "-")
+
+
+def declared(owner: type) -> dict[str, Declared]:
+    """All options of a dataclass by field name, in order."""
+    hints = typing.get_type_hints(owner)
+    found = {}
+    for item in dataclasses.fields(owner):
+        if "option" in item.metadata:
+            kind, optional = _base_type(hints[item.name])
+            about = item.metadata["option"]
+            found[item.name] = Declared(item.name, kind, optional, item.default, about)
+    return found
+
+
+def _base_type(hint: Any) -> tuple[type, bool]:
+    if isinstance(hint, types.UnionType):
+        (base,) = [part for part in typing.get_args(hint) if part is not types.NoneType]
+        return base, True
+    return hint, False
+
+
+def convert(opt: Declared, value: object) -> Any:
+    """`value` in the option's type and one spelling; raises `ConfigError` if it is not allowed."""
+    if value is None and opt.optional:
+        return None
+    typed = _typed(opt, value)
+    if isinstance(typed, str):
+        typed = opt.about.spellings.get(typed.lower(), typed)
+        if opt.about.normalize is not None:
+            typed = opt.about.normalize(typed)
+    if typed is None:
+        return None
+    if opt.about.choices and typed not in opt.about.choices:
+        refuse(opt, value, near(str(typed), opt.about.choices))
+    if opt.about.check is not None and not opt.about.check.ok(typed):
+        refuse(opt, value)
+    return typed
+
+
+def _typed(opt: Declared, value: object) -> object:
+    if opt.kind is str and isinstance(value, (str, os.PathLike)):
+        return os.fspath(value)
+    if opt.kind is int and isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value.strip()):
+        return int(value)
+    if type(value) is opt.kind:
+        return value
+    refuse(opt, value)
+
+
+def refuse(opt: Declared, value: object, hint: str = "") -> NoReturn:
+    """Raise the one sentence for a value that is not allowed."""
+    raise ConfigError(f"{opt.flags[0]} must be {opt.allowed}, got {value!r}{hint}.", param=opt.name)
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """` (did you mean X?)`, or nothing when no known word is close."""
+    pool = list(known)
+    longer = [entry for entry in pool if entry.startswith(word)]
+    match = difflib.get_close_matches(word, pool, n=1, cutoff=0.6) or longer[:1]
+    return f" (did you mean {match[0]}?)" if match else ""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        found = re.match(r"argument (\S+?)(?:/\S+)*: (.*)", message)
+        flag, reason = found.groups() if found else ("", message)
+        if reason.startswith("expected one argument"):
+            raise ConfigError(f"{flag} needs a value and none was given.")
+        if reason.startswith("ignored explicit argument"):
+            raise ConfigError(f"{flag} is a switch and takes no value, got {reason.split()[-1]}.")
+        raise ConfigError(f"{flag} {reason}.".strip())
+
+
+def build_parser(options: Mapping[str, Declared], prog: str, about: str) -> argparse.ArgumentParser:
+    """The parser for `options`; values stay strings (`convert` types them), absent flags absent.
+
+    Prefixes of flags are not accepted: a prefix that works today becomes ambiguous, or another
+    flag, when an option is added. Shortened names in wide use are declared as aliases instead.
+    """
+    parser = _Parser(prog=prog, description=about, allow_abbrev=False)
+    groups: dict[str, Any] = {}
+    for opt in options.values():
+        if opt.about.group not in groups:
+            groups[opt.about.group] = parser.add_argument_group(opt.about.group)
+        text = f"{opt.about.help} ({_help_facts(opt)})".replace("%", "%%")
+        how: dict[str, Any] = {"dest": opt.name, "help": text, "default": argparse.SUPPRESS}
+        if opt.kind is bool:
+            how |= {"action": "store_const", "const": True}
+        else:
+            how["metavar"] = opt.about.metavar or opt.kind.__name__.upper()
+        groups[opt.about.group].add_argument(*opt.flags, **how)
+    return parser
+
+
+def _help_facts(opt: Declared) -> str:
+    limited = opt.about.choices or opt.about.check not in (None, NOT_EMPTY)
+    return (f"{opt.allowed}; " if limited else "") + f"default: {opt.default_text}"
+
+
+def flag_table(options: Mapping[str, Declared]) -> str:
+    """The options as a Markdown table per group."""
+    lines: list[str] = []
+    group = ""
+    for opt in options.values():
+        if opt.about.group != group:
+            group = opt.about.group
+            lines += ["", f"## {group.capitalize()}", ""]
+            lines += ["| flag | value | default | meaning |", "|---|---|---|---|"]
+        flags = ", ".join(f"`{flag}`" for flag in opt.flags)
+        value = "switch" if opt.kind is bool else opt.allowed
+        lines.append(f"| {flags} | {value} | {opt.default_text} | {opt.about.help} |")
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def split_unknown(leftover: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Pairs (flag, value or None) from the arguments that the parser did not know."""
+    pairs: list[tuple[str, str | None]] = []
+    for token in leftover:
+        if token.startswith("--"):
+            flag, _, value = token.partition("=")
+            pairs.append((flag, value if "=" in token else None))
+        elif pairs and pairs[-1][1] is None:
+            pairs[-1] = (pairs[-1][0], token)
+        else:
+            pairs.append((token, None))
+    return pairs
