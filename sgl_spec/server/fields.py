@@ -1,0 +1,167 @@
+"""Strict reading of JSON objects by declarative tables.
+
+A table maps every field name a client may send to a rule: `Use` it, `Refuse` it unless it asks
+for nothing, or `Ignore` it because it cannot change the text. A name outside the table is an error.
+JSON null means "not given" everywhere except inside lists. No value is ever converted.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import msgspec
+import orjson
+
+from sgl_spec.errors import InvalidRequestError
+
+PREVIEW_CHARS = 80
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """A type of JSON value: what is allowed, in words, and the test."""
+
+    allowed: str
+    accepts: Callable[[Any], bool]
+
+
+class Use(msgspec.Struct, frozen=True):
+    """A supported field. `target` is the name in the result where it differs from the field's."""
+
+    kind: Kind
+    default: Any = None
+    target: str | None = None
+
+
+class Refuse(msgspec.Struct, frozen=True):
+    """A known field that is not supported: only null and the `neutral` values are accepted."""
+
+    neutral: tuple[Any, ...] = ()
+
+
+class Ignore(msgspec.Struct, frozen=True):
+    """A known field without effect on the text; any value is accepted."""
+
+
+Rule = Use | Refuse | Ignore
+Table = Mapping[str, Rule]
+
+
+def is_integer(value: object) -> bool:
+    """Whether a JSON value is an integer (true and false are not)."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether a JSON value is a number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def list_of(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """The test "a list whose members all pass `accepts`"."""
+    return lambda value: isinstance(value, list) and all(map(accepts, value))
+
+
+def _is_string(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+_is_ids = list_of(is_integer)
+_is_strings = list_of(_is_string)
+
+INTEGER = Kind("an integer", is_integer)
+NUMBER = Kind("a number", is_number)
+BOOLEAN = Kind("true or false", lambda value: isinstance(value, bool))
+STRING = Kind("a string", _is_string)
+OBJECT = Kind("an object", _is_object)
+STRINGS = Kind("a string or a list of strings", lambda v: _is_string(v) or _is_strings(v))
+OBJECTS = Kind("an object or a list of objects", lambda v: _is_object(v) or list_of(_is_object)(v))
+LIST = Kind("a list", lambda value: isinstance(value, list))
+IDS = Kind("a list of integers", _is_ids)
+ID_LISTS = Kind(
+    "a list of integers or a list of lists of integers", lambda v: _is_ids(v) or list_of(_is_ids)(v)
+)
+PROMPTS = Kind(
+    "a string, a list of strings, a list of integers or a list of lists of integers",
+    lambda v: _is_string(v) or _is_strings(v) or ID_LISTS.accepts(v),
+)
+
+
+def preview(value: object) -> str:
+    """A short JSON rendering of a value for error messages."""
+    text = orjson.dumps(value, default=repr).decode()
+    return text if len(text) <= PREVIEW_CHARS else text[: PREVIEW_CHARS - 3] + "..."
+
+
+def refuse(param: str, allowed: str, value: object) -> NoReturn:
+    """Raise the error for a value of the wrong type or range."""
+    raise InvalidRequestError(f"{param} must be {allowed}, got {preview(value)}.", param=param)
+
+
+def read_object(body: object, table: Table, where: str = "") -> dict[str, Any]:
+    """The supported fields of `body` by target name, defaults filled in.
+
+    where: path of the object inside the request, for messages. Raises `InvalidRequestError` naming
+    the first field that is unknown, unsupported or of the wrong type.
+    """
+    if not isinstance(body, dict):
+        refuse(where or "The request body", "a JSON object", body)
+    for name, value in body.items():
+        _check_field(name, value, table, where)
+    return _collect(body, table, where)
+
+
+def _collect(body: dict[str, Any], table: Table, where: str) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    source: dict[str, str] = {}
+    for name, rule in table.items():
+        if not isinstance(rule, Use):
+            continue
+        target = rule.target or name
+        value = body.get(name)
+        if value is None:
+            result.setdefault(target, rule.default)
+        elif target in source and result[target] != value:
+            first, second = _path(where, source[target]), _path(where, name)
+            raise InvalidRequestError(
+                f"{first} and {second} mean the same and differ: "
+                f"{preview(result[target])} and {preview(value)}.",
+                param=second,
+            )
+        else:
+            result[target], source[target] = value, name
+    return result
+
+
+def _check_field(name: str, value: Any, table: Table, where: str) -> None:
+    rule = table.get(name)
+    path = _path(where, name)
+    if rule is None:
+        near = difflib.get_close_matches(name, table, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise InvalidRequestError(f"Unknown field {path!r}.{hint}", param=path)
+    if value is None:
+        return
+    if isinstance(rule, Use) and not rule.kind.accepts(value):
+        refuse(path, rule.kind.allowed, value)
+    if isinstance(rule, Refuse) and not any(_same(value, neutral) for neutral in rule.neutral):
+        allowed = " or ".join(["null", *map(preview, rule.neutral)])
+        raise InvalidRequestError(
+            f"{path} is not supported by this server: got {preview(value)}, only {allowed} "
+            "is accepted.",
+            param=path,
+        )
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Equality in which false is not 0 and an integer may equal a float."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
+
+
+def _path(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
