@@ -96,19 +96,22 @@ class SpecStats(msgspec.Struct, kw_only=True):
     verify_ct: rounds (target forwards) that this request took part in.
     proposed: draft tokens that were verified, summed over the rounds (the root is not one).
     accepted: of those, accepted and kept.
+    emitted: tokens kept from the rounds, so that emitted / verify_ct is the accept length.
     histogram: entry i = rounds that kept exactly i draft tokens.
     """
 
     verify_ct: int = 0
     proposed: int = 0
     accepted: int = 0
+    emitted: int = 0
     histogram: list[int] = []
 
-    def add_round(self, proposed: int, accepted: int) -> None:
+    def add_round(self, *, proposed: int, accepted: int, emitted: int) -> None:
         """Count one round."""
         self.verify_ct += 1
         self.proposed += proposed
         self.accepted += accepted
+        self.emitted += emitted
         self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
         self.histogram[accepted] += 1
 

@@ -1,0 +1,106 @@
+"""Batches: which requests run in one forward, and the forward's rows built from them. No policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sgl_spec.layers.context import ForwardBatch
+from sgl_spec.speculative.tree import TokenTree
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBatch:
+    """Prompt chunks of B requests.
+
+    rows: [B] request rows. starts: [B] tokens whose KV is valid. takes: [B] tokens to compute now.
+    finals: [B] whether the chunk ends at the request's last token, so that the next one is drawn.
+    """
+
+    rows: IntArray
+    starts: IntArray
+    takes: IntArray
+    finals: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """One speculation round of B requests.
+
+    rows: [B]. committed: [B] tokens whose KV is valid; the root lies at that position. max_nodes: [B] most
+    tree nodes, root included. remaining: [B] tokens the request may still generate; nodes deeper than
+    remaining - 1 cannot be kept and are not verified.
+    """
+
+    rows: IntArray
+    committed: IntArray
+    max_nodes: IntArray
+    remaining: IntArray
+
+
+Batch = PrefillBatch | DecodeBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one forward gave each request of its batch.
+
+    tokens: tokens to append, a list per request (empty for a chunk that is not a prompt's last).
+    proposed: draft tokens verified per request (0 for prefill).
+    """
+
+    tokens: list[list[int]]
+    proposed: list[int]
+
+
+def prefill_forward(
+    batch: PrefillBatch, tokens: npt.NDArray[np.int32], req_to_token: Tensor
+) -> ForwardBatch:
+    """Forward rows of a prefill batch. tokens: [rows, width], every request's text."""
+    spans = [(r, s, s + t) for r, s, t in zip(batch.rows, batch.starts, batch.takes, strict=True)]
+    flat = np.concatenate([tokens[r, s:e] for r, s, e in spans]).astype(np.int64)
+    positions = torch.from_numpy(np.concatenate([np.arange(s, e) for _, s, e in spans]))
+    rows = torch.from_numpy(batch.rows)
+    row_of = rows.repeat_interleave(torch.from_numpy(batch.takes))
+    return ForwardBatch(
+        tokens=torch.from_numpy(flat),
+        positions=positions,
+        slots=req_to_token[row_of, positions].long(),
+        req_to_token=req_to_token,
+        rows=rows,
+        prefix_lens=torch.from_numpy(batch.starts),
+        q_starts=starts_of(torch.from_numpy(batch.takes)),
+        mask_words=None,
+    )
+
+
+def tree_forward(
+    tree: TokenTree, rows: Tensor, committed: Tensor, req_to_token: Tensor
+) -> ForwardBatch:
+    """Forward rows of a tree batch: node i of a request is written at logical position committed + i and
+    rotated at committed + depth. Only nodes in use become rows, request by request."""
+    used = tree.used()
+    node = torch.arange(tree.width, device=rows.device)
+    write = (committed[:, None] + node[None, :])[used]
+    row_of = rows[:, None].expand(-1, tree.width)[used]
+    return ForwardBatch(
+        tokens=tree.tokens[used],
+        positions=(committed[:, None] + tree.depths())[used],
+        slots=req_to_token[row_of, write].long(),
+        req_to_token=req_to_token,
+        rows=rows,
+        prefix_lens=committed,
+        q_starts=starts_of(tree.num_nodes),
+        mask_words=tree.ancestor_words()[used],
+    )
+
+
+def starts_of(lens: Tensor) -> Tensor:
+    """[B] lengths to [B + 1] offsets."""
+    return torch.cat([lens.new_zeros(1), lens.cumsum(0)])

@@ -1,0 +1,263 @@
+"""One engine: checkpoint to scheduler. Used by the engine process and, in-process, by `sgl_spec.LLM`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+from tokenizers import Tokenizer
+
+from sgl_spec.args import ResolvedArgs, ServerArgs
+from sgl_spec.engine.calibrate import measure_costs
+from sgl_spec.engine.kv_pool import ceil_page, floor_page
+from sgl_spec.engine.metrics import EngineCounters, Throughput
+from sgl_spec.engine.policy import tree_reserve
+from sgl_spec.engine.req import make_req
+from sgl_spec.engine.scheduler import Limits, Scheduler
+from sgl_spec.engine.slots import SlotManager
+from sgl_spec.engine.worker import Worker
+from sgl_spec.errors import ConfigError, InvalidRequestError
+from sgl_spec.messages import EngineState, OutputChunk
+from sgl_spec.models.checkpoint import resolve_checkpoint
+from sgl_spec.models.decoder import Decoder
+from sgl_spec.models.loader import load_model
+from sgl_spec.request import TokenizedRequest
+from sgl_spec.speculative import ngram
+from sgl_spec.speculative.base import (
+    Drafter,
+    DrafterContext,
+    build_drafter,
+    registered_drafters,
+)
+from sgl_spec.text import StopMatcher
+
+logger = logging.getLogger(__name__)
+
+POOL_FRACTION = 0.25  # of the memory that is free at start, for the KV pool of a CPU server
+
+
+class Engine:
+    """A model with its scheduler. Not thread-safe: one thread submits and steps.
+
+    info: plain data about what was loaded, as `messages.Ready` carries it.
+    """
+
+    def __init__(self, args: ServerArgs, *, check_every_step: bool = False) -> None:
+        self.args = args.resolve()
+        _check_device(self.args)
+        self.model_dir = resolve_checkpoint(self.args.model_path, self.args.revision)
+        self.tokenizer_dir = self._tokenizer_dir()
+        self.model = load_model(
+            self.model_dir,
+            dtype=self.args.dtype,
+            device="cpu",
+            load_format=self.args.load_format,
+            context_length=self.args.context_length,
+        )
+        self.counters = EngineCounters()
+        self.throughput = Throughput()
+        self.tokenizer = Tokenizer.from_file(str(self.tokenizer_dir / "tokenizer.json"))
+        self._build(check_every_step)
+
+    def _tokenizer_dir(self) -> Path:
+        if self.args.tokenizer_path == self.args.model_path:
+            return self.model_dir
+        return resolve_checkpoint(self.args.tokenizer_path, None)
+
+    def _build(self, check_every_step: bool) -> None:
+        args, config = self.args, self.model.config
+        self.context_length = config.context_length
+        reserve, page = tree_reserve(args.tree_nodes), args.page_size
+        width = ceil_page(self.context_length + reserve + page - 1, page)
+        self.num_slots = _pool_slots(args, self.model, width)
+        rows = min(args.max_running_requests, max(1, self.num_slots // (reserve + page)))
+        self.slots = SlotManager(
+            num_slots=self.num_slots,
+            page_size=page,
+            num_rows=rows,
+            width=width,
+            use_cache=not args.disable_radix_cache,
+        )
+        kv = self.model.new_kv_cache(self.num_slots)
+        self.drafter = _make_drafter(args, rows, width, config.vocab_size)
+        costs = None
+        if self.drafter is not None:
+            costs = measure_costs(self.model, kv, max_rows=rows * args.tree_nodes)
+            logger.info("Forward cost by tree rows: %s", costs)
+        worker = Worker(
+            self.model,
+            kv,
+            self.slots.table,
+            page_size=page,
+            vocab_size=config.vocab_size,
+            drafter=self.drafter,
+            costs=costs,
+        )
+        limits = self._limits(rows, reserve, check_every_step)
+        self.scheduler = Scheduler(worker, self.slots, limits, self.counters)
+
+    def _limits(self, rows: int, reserve: int, check_every_step: bool) -> Limits:
+        args = self.args
+        alone = floor_page(self.num_slots, args.page_size) - reserve
+        chunk = args.chunked_prefill_size
+        budget = args.max_prefill_tokens if chunk == -1 else min(chunk, args.max_prefill_tokens)
+        return Limits(
+            max_running=rows,
+            max_queued=args.max_queued_requests,
+            max_request_tokens=min(self.context_length, alone),
+            prefill_budget=budget,
+            chunked=chunk != -1,
+            draft_tokens=args.tree_nodes,
+            schedule_policy=args.schedule_policy,
+            stream_interval=args.stream_interval,
+            check_every_step=check_every_step,
+        )
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What /model_info and /server_info show of the engine."""
+        config, limits = self.model.config, self.scheduler.limits
+        return {
+            "model_dir": str(self.model_dir),
+            "tokenizer_dir": str(self.tokenizer_dir),
+            "model_path": self.args.model_path,
+            "vocab_size": config.vocab_size,
+            "context_length": self.context_length,
+            "max_req_input_len": limits.max_request_tokens - 1,
+            "max_request_tokens": limits.max_request_tokens,
+            "max_total_tokens": self.num_slots,
+            "max_running_requests": limits.max_running,
+            "eos_token_ids": list(config.eos_token_ids),
+            "generation_defaults": dict(config.generation_defaults),
+            "architectures": [config.architecture],
+            "model_type": config.model_type,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": "cpu",
+            "page_size": self.args.page_size,
+            "speculative_algorithm": self.args.speculative_algorithm,
+            "draft_tokens": self.args.tree_nodes,
+            "memory": {
+                "weight": self.model.weight_bytes / 1e9,
+                "kvcache": self.num_slots * self.model.kv_bytes_per_token / 1e9,
+                "token_capacity": self.num_slots,
+            },
+        }
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do something."""
+        return self.scheduler.has_work
+
+    def submit(self, request: TokenizedRequest) -> None:
+        """Queue a request; it is answered by the chunks of later steps."""
+        stops = None
+        if request.sampling.stop:
+            stops = StopMatcher(
+                self.tokenizer,
+                request.sampling.stop,
+                skip_special_tokens=request.sampling.skip_special_tokens,
+            )
+        self.scheduler.submit(make_req(request, self.model.config.eos_token_ids, stops))
+
+    def abort(self, rid: str | None) -> None:
+        """End one request, or all of them for None."""
+        self.scheduler.abort(rid)
+
+    def step(self) -> list[OutputChunk]:
+        """One forward; the chunks it gave."""
+        chunks = self.scheduler.step()
+        self.throughput.add(self.counters.generated)
+        if not self.has_work:
+            self.slots.check_counts([])
+        return chunks
+
+    def control(self, op: str) -> tuple[dict[str, Any], str]:
+        """Answer `messages.Control`: (data, message). Raises `InvalidRequestError` if it cannot."""
+        if op == "state":
+            return msgspec.to_builtins(self.state()), ""
+        if op == "flush_cache":
+            if not self.scheduler.flush():
+                raise InvalidRequestError("The cache was not flushed: requests are running.")
+            return {}, "Cache flushed."
+        raise InvalidRequestError(f"op must be state or flush_cache, got {op!r}.", param="op")
+
+    def state(self) -> EngineState:
+        """Counts as of now."""
+        running, counters = self.scheduler.running, self.counters
+        held = self.slots.held_slots(running)
+        return EngineState(
+            running=len(running),
+            queued=len(self.scheduler.waiting),
+            used_tokens=held,
+            cached_tokens=self.slots.cache.cached_tokens,
+            free_tokens=self.slots.pages.free_slots,
+            held_tokens=held,
+            gen_throughput=self.throughput.rate(),
+            drafter=dict(self.drafter.stats()) if self.drafter is not None else {},
+            **counters.as_dict(),
+        )
+
+
+def _check_device(args: ResolvedArgs) -> None:
+    if args.device == "cuda":
+        raise ConfigError(
+            "--device must be cpu or auto, got cuda: this version computes on the CPU only."
+        )
+    torch.set_grad_enabled(False)
+
+
+def _pool_slots(args: ResolvedArgs, model: Decoder, width: int) -> int:
+    """Slots of the KV pool, in whole pages."""
+    page = args.page_size
+    if args.max_total_tokens is not None:
+        return ceil_page(args.max_total_tokens, page)
+    room = int(psutil.virtual_memory().available * POOL_FRACTION) // model.kv_bytes_per_token
+    slots = floor_page(min(room, args.max_running_requests * width), page)
+    if slots < min(width, 2 * page + tree_reserve(args.tree_nodes)):
+        raise ConfigError(
+            f"The free memory holds only {room} KV slots of {model.kv_bytes_per_token} bytes; "
+            "free some, or give --max-total-tokens or a shorter --context-length."
+        )
+    return slots
+
+
+def _make_drafter(args: ResolvedArgs, rows: int, width: int, vocab_size: int) -> Drafter | None:
+    if args.speculative_algorithm is None:
+        return None
+    ngram.register()
+    if args.speculative_drafter_module is not None:
+        _import_module(args.speculative_drafter_module)
+    if args.speculative_algorithm not in registered_drafters():
+        raise ConfigError(
+            f"--speculative-algorithm must be none or one of "
+            f"{', '.join(registered_drafters())}, got {args.speculative_algorithm!r}."
+        )
+    context = DrafterContext(
+        num_rows=rows,
+        width=width,
+        draft_tokens=args.tree_nodes,
+        vocab_size=vocab_size,
+        options=args.drafter_options(),
+    )
+    return build_drafter(args.speculative_algorithm, context)
+
+
+def _import_module(name: str) -> None:
+    """Import a dotted module name or a .py file, for its registrations."""
+    try:
+        if not name.endswith(".py"):
+            importlib.import_module(name)
+            return
+        spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+        assert spec is not None
+        assert spec.loader is not None
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except (ImportError, OSError, SyntaxError) as error:
+        raise ConfigError(f"--speculative-drafter-module {name} cannot be imported: {error}") from error
+

@@ -1,0 +1,76 @@
+"""Counters of the engine, as plain numbers that only grow."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since the start.
+
+    Speculation counts follow `request.SpecStats`: decode rounds only, a request's share of a round counts
+    one verify. histogram: entry i = request rounds that kept exactly i draft tokens.
+    """
+
+    requests: int = 0
+    aborted: int = 0
+    retracted: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated: int = 0
+    verify_ct: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    histogram: list[int] = field(default_factory=list)
+
+    def add_round(self, *, proposed: int, accepted: int, emitted: int) -> None:
+        """Count one request's part of one round."""
+        self.verify_ct += 1
+        self.proposed += proposed
+        self.accepted += accepted
+        self.emitted += emitted
+        self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
+        self.histogram[accepted] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `Control("state")`."""
+        return {
+            "requests_total": self.requests,
+            "aborted_total": self.aborted,
+            "retracted_total": self.retracted,
+            "prompt_tokens_total": self.prompt_tokens,
+            "cached_tokens_total": self.cached_tokens,
+            "generation_tokens_total": self.generated,
+            "spec_verify_total": self.verify_ct,
+            "spec_proposed_total": self.proposed,
+            "spec_accepted_total": self.accepted,
+            "spec_emitted_total": self.emitted,
+            "spec_accept_histogram": list(self.histogram),
+        }
+
+
+@dataclass(slots=True)
+class Throughput:
+    """Tokens per second over the last few seconds."""
+
+    window_s: float = 5.0
+    _marks: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def add(self, total: int) -> None:
+        """Note the running total of generated tokens."""
+        now = time.monotonic()
+        self._marks.append((now, total))
+        while len(self._marks) > 2 and now - self._marks[0][0] > self.window_s:
+            self._marks.popleft()
+
+    def rate(self) -> float:
+        """Tokens per second between the oldest and the newest mark of the window; 0 when idle."""
+        if len(self._marks) < 2 or time.monotonic() - self._marks[-1][0] > self.window_s:
+            return 0.0
+        (start, first), (end, last) = self._marks[0], self._marks[-1]
+        return (last - first) / (end - start) if end > start else 0.0

@@ -1,0 +1,119 @@
+"""The engine as a process: messages in, steps, messages out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+
+import zmq
+
+from sgl_spec.args import ServerArgs
+from sgl_spec.engine.engine import Engine
+from sgl_spec.errors import ConfigError, SglSpecError
+from sgl_spec.messages import (
+    Abort,
+    Chunks,
+    Control,
+    ControlReply,
+    Failed,
+    FromEngine,
+    Ready,
+    Shutdown,
+    Submit,
+    ToEngine,
+    decode_to_engine,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+IDLE_POLL_MS = 500  # how soon an idle engine notices that its parent is gone
+
+
+def main(args: ServerArgs, to_engine_addr: str, from_engine_addr: str) -> int:
+    """Serve until `Shutdown` or until the parent process is gone. Returns the exit code.
+
+    A failure, at start-up or later, is reported as `Failed` before the process ends.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the API process drains
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    inbox.connect(to_engine_addr)
+    outbox.connect(from_engine_addr)
+    try:
+        engine = Engine(args)
+        outbox.send(encode(Ready(info=engine.info)))
+        EngineLoop(engine, inbox, outbox).run()
+        return 0
+    except ConfigError as error:
+        outbox.send(encode(Failed(message=error.message, config_error=True)))
+        return 2
+    except Exception as error:
+        # The boundary of the process: whatever broke, the API process must hear of it and not wait.
+        logger.exception("The engine failed")
+        outbox.send(encode(Failed(message=f"{type(error).__name__}: {error}")))
+        return 1
+    finally:
+        outbox.close(linger=2000)
+        inbox.close(linger=0)
+        context.term()
+
+
+class EngineLoop:
+    """Receives, steps and replies until told to end."""
+
+    def __init__(
+        self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]
+    ) -> None:
+        self.engine = engine
+        self.inbox = inbox
+        self.outbox = outbox
+        self._ending = False
+        self._parent = os.getppid()
+
+    def run(self) -> None:
+        """The loop."""
+        while not (self._ending and not self.engine.has_work):
+            if os.getppid() != self._parent:
+                logger.error("The API process is gone; the engine ends.")
+                return
+            self._receive()
+            if self.engine.has_work:
+                self._send_chunks()
+
+    def _receive(self) -> None:
+        """Take every message that has come; wait for one only when there is nothing to do."""
+        wait = 0 if self.engine.has_work or self._ending else IDLE_POLL_MS
+        while self.inbox.poll(wait):
+            self._handle(decode_to_engine(self.inbox.recv()))
+            wait = 0
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case Submit(request):
+                self.engine.submit(request)
+            case Abort(rid):
+                self.engine.abort(rid)
+            case Control(call_id, op):
+                self._send(self._control(call_id, op))
+            case Shutdown(drain):
+                self._ending = True
+                if not drain:
+                    self.engine.abort(None)
+
+    def _control(self, call_id: int, op: str) -> ControlReply:
+        try:
+            data, message = self.engine.control(op)
+        except SglSpecError as error:
+            return ControlReply(call_id=call_id, ok=False, message=error.message)
+        return ControlReply(call_id=call_id, ok=True, message=message, data=data)
+
+    def _send_chunks(self) -> None:
+        chunks = self.engine.step()
+        if chunks:
+            self._send(Chunks(chunks=chunks))
+
+    def _send(self, message: FromEngine) -> None:
+        self.outbox.send(encode(message))
+

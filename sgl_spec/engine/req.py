@@ -1,0 +1,108 @@
+"""A request inside the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from sgl_spec.engine.kv_pool import Holding
+from sgl_spec.engine.prefix_cache import Node
+from sgl_spec.request import FinishReason, SamplingParams, SpecStats, TokenizedRequest
+from sgl_spec.text import StopMatcher
+
+
+class Phase(Enum):
+    """Where a request is: waiting holds nothing, prefill and decode hold a row and slots."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(slots=True, eq=False)
+class Req:
+    """State of one request, owned by the scheduler.
+
+    ids: prompt and output. While decoding, ids has holding.committed_len + 1 tokens: the last one is the
+    next tree's root. reported: output tokens already sent. drafted: tokens of ids the drafter was given.
+    """
+
+    rid: str
+    ids: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    stream: bool
+    stop_ids: frozenset[int]
+    stops: StopMatcher | None
+    spec: SpecStats = field(default_factory=lambda: SpecStats(histogram=[]))
+    phase: Phase = Phase.WAITING
+    holding: Holding | None = None
+    node: Node | None = None
+    cached_tokens: int = 0
+    admissions: int = 0
+    drafted: int = 0
+    reported: int = 0
+    finish: FinishReason | None = None
+
+    @property
+    def output_len(self) -> int:
+        """Tokens generated."""
+        return len(self.ids) - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.sampling.max_new_tokens - self.output_len
+
+    @property
+    def held(self) -> Holding:
+        """The row and slots of a request that has them."""
+        assert self.holding is not None
+        return self.holding
+
+    @property
+    def unfilled(self) -> int:
+        """Tokens whose KV is still to be computed before the next token can be drawn."""
+        return len(self.ids) - self.held.committed_len
+
+    def append(self, tokens: Sequence[int]) -> int:
+        """Take tokens in order until one of them ends the request; returns how many were taken.
+
+        Text, ids, usage and KV are all cut at the token that ends the request, wherever it lies in an
+        accepted block.
+        """
+        for taken, token in enumerate(tokens, 1):
+            self.ids.append(token)
+            self.finish = self._end_at(token)
+            if self.finish is not None:
+                return taken
+        return len(tokens)
+
+    def _end_at(self, token: int) -> FinishReason | None:
+        text = self.stops.push(token) if self.stops is not None else None
+        if self.output_len >= self.sampling.min_new_tokens:
+            if token in self.stop_ids:
+                return FinishReason(kind="stop", matched=token)
+            if text is not None:
+                return FinishReason(kind="stop", matched=text)
+        if self.remaining <= 0:
+            return FinishReason(kind="length")
+        return None
+
+
+def make_req(
+    request: TokenizedRequest, eos_ids: Sequence[int], stops: StopMatcher | None
+) -> Req:
+    """A waiting `Req`. Stop ids are the request's own and, unless ignore_eos, the model's."""
+    own = request.sampling.stop_token_ids
+    stop_ids = frozenset(own) if request.sampling.ignore_eos else frozenset([*own, *eos_ids])
+    return Req(
+        rid=request.rid,
+        ids=list(request.input_ids),
+        prompt_len=len(request.input_ids),
+        sampling=request.sampling,
+        stream=request.stream,
+        stop_ids=stop_ids,
+        stops=stops,
+    )

@@ -1,0 +1,325 @@
+"""Who runs when. One thread, one step at a time; the worker does the computing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from sgl_spec.engine.batch import Batch, DecodeBatch, PrefillBatch, StepOutput
+from sgl_spec.engine.metrics import EngineCounters
+from sgl_spec.engine.policy import (
+    Need,
+    admission_order,
+    can_admit,
+    prefill_next,
+    retract_order,
+    split_prefill,
+    tree_reserve,
+    waits_for_prefix,
+)
+from sgl_spec.engine.req import Phase, Req
+from sgl_spec.engine.slots import SlotManager
+from sgl_spec.engine.worker import Worker
+from sgl_spec.messages import OutputChunk
+from sgl_spec.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The scheduler's bounds, resolved from the flags.
+
+    max_request_tokens: prompt + output tokens that one request can hold when it runs alone.
+    prefill_budget: prompt tokens of one forward; chunked: whether a prompt may be cut to fit it.
+    draft_tokens: most nodes of a tree, root included (1: no speculation).
+    """
+
+    max_running: int
+    max_queued: int | None
+    max_request_tokens: int
+    prefill_budget: int
+    chunked: bool
+    draft_tokens: int
+    schedule_policy: str = "fcfs"
+    stream_interval: int = 1
+    check_every_step: bool = False
+
+
+class Scheduler:
+    """Continuous batching over one worker.
+
+    Every submitted request gets exactly one chunk with `finish` set, whatever happens to it.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        slots: SlotManager,
+        limits: Limits,
+        counters: EngineCounters,
+    ) -> None:
+        self.worker = worker
+        self.slots = slots
+        self.limits = limits
+        self.counters = counters
+        self.waiting: deque[Req] = deque()
+        self.running: list[Req] = []  # in admission order; phase PREFILL or DECODE
+        self._ended: list[Req] = []
+        self._last_was_prefill = False
+        self._reserve = tree_reserve(limits.draft_tokens)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self.waiting or self.running or self._ended)
+
+    def submit(self, req: Req) -> None:
+        """Queue a request, or end it at once when it can never run or the queue is full."""
+        self.counters.requests += 1
+        limit = self.limits.max_queued
+        if len(req.ids) + req.sampling.max_new_tokens > self.limits.max_request_tokens:
+            self._refuse(req, 400, self._too_long(req))
+        elif limit is not None and len(self.waiting) >= limit:
+            self._refuse(req, 503, "The request queue is full.")
+        else:
+            self.waiting.append(req)
+
+    def abort(self, rid: str | None) -> None:
+        """End a request (all of them for None) with an "abort" finish; unknown ids are ignored, because
+        a request may end while its abort is on the way."""
+        for req in [r for r in self._live() if rid is None or r.rid == rid]:
+            if req.phase is Phase.WAITING:
+                self.waiting.remove(req)
+            self.counters.aborted += 1
+            self._end(req, FinishReason(kind="abort", message="Aborted"))
+
+    def step(self) -> list[OutputChunk]:
+        """One forward, and what there is to tell about it."""
+        self._admit()
+        reqs, batch = self._next_batch()
+        if batch is not None:
+            output = self.worker.execute(batch)
+            self._commit(reqs, batch, output)
+        if self.limits.check_every_step:
+            self.slots.check(self.running)
+        return self._reply()
+
+    def flush(self) -> bool:
+        """Drop cached prefixes and what the drafter has learned; False while requests are running."""
+        if self.waiting or self.running:
+            return False
+        self.slots.flush()
+        self.worker.flush()
+        return True
+
+    # --- admit -------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        if not self.waiting:
+            return
+        candidates = list(self.waiting)
+        cached = [self.slots.cached_len(req.ids) for req in candidates]
+        for i in admission_order(cached, self.limits.schedule_policy):
+            if len(self.running) >= self.limits.max_running or not self.slots.table.free_rows:
+                return
+            if self._should_share(candidates[i], cached[i]):
+                continue
+            if not self._try_admit(candidates[i]):
+                return
+
+    def _should_share(self, req: Req, cached: int) -> bool:
+        filling = [r.ids for r in self.running if r.phase is Phase.PREFILL]
+        return self.slots.use_cache and waits_for_prefix(req.ids, cached, filling)
+
+    def _try_admit(self, req: Req) -> bool:
+        have = self.slots.pin_prefix(req)
+        tokens = len(req.ids) + self._reserve
+        need = Need(have=have, tokens=tokens, remaining=req.remaining)
+        running = [self.slots.need(r, self._reserve) for r in self.running]
+        if not can_admit(need, running, self.slots.counts()):
+            self.slots.unpin(req)
+            return False
+        self.waiting.remove(req)
+        self.slots.open(req, tokens)
+        self.worker.open(req)
+        if req.admissions == 0:
+            req.cached_tokens = have
+            self.counters.prompt_tokens += req.prompt_len
+            self.counters.cached_tokens += have
+        req.admissions += 1
+        req.phase = Phase.PREFILL
+        self.running.append(req)
+        return True
+
+    # --- batch -------------------------------------------------------------------------------------
+
+    def _next_batch(self) -> tuple[list[Req], Batch | None]:
+        filling = [r for r in self.running if r.phase is Phase.PREFILL]
+        decoding = [r for r in self.running if r.phase is Phase.DECODE]
+        self._last_was_prefill = prefill_next(
+            prefilling=len(filling),
+            decoding=len(decoding),
+            last_was_prefill=self._last_was_prefill,
+        )
+        if self._last_was_prefill:
+            return self._prefill_batch(filling)
+        return self._decode_batch(decoding)
+
+    def _prefill_batch(self, filling: list[Req]) -> tuple[list[Req], Batch]:
+        unfilled = [req.unfilled for req in filling]
+        takes = split_prefill(unfilled, self.limits.prefill_budget, chunked=self.limits.chunked)
+        reqs = filling[: len(takes)]
+        finals = [take == want for take, want in zip(takes, unfilled, strict=False)]
+        return reqs, PrefillBatch(
+            rows=_ints(r.held.row for r in reqs),
+            starts=_ints(r.held.committed_len for r in reqs),
+            takes=_ints(takes),
+            finals=np.array(finals, dtype=np.bool_),
+        )
+
+    def _decode_batch(self, decoding: list[Req]) -> tuple[list[Req], Batch | None]:
+        self._make_room(decoding)
+        reqs = [r for r in decoding if r.phase is Phase.DECODE]
+        if not reqs:
+            return [], None
+        for req in reqs:
+            self.slots.grow(req, req.held.committed_len + self._reserve)
+        return reqs, DecodeBatch(
+            rows=_ints(r.held.row for r in reqs),
+            committed=_ints(r.held.committed_len for r in reqs),
+            max_nodes=_ints(self.limits.draft_tokens for _ in reqs),
+            remaining=_ints(r.remaining for r in reqs),
+        )
+
+    def _make_room(self, decoding: list[Req]) -> None:
+        """Retract requests until the next round of the others has its slots."""
+        order = retract_order(
+            [r.output_len for r in self.running], [r.prompt_len for r in self.running]
+        )
+        victims = [self.running[i] for i in order]
+        staying = set(decoding)
+        while not self.slots.make_room(self._round_shortfall(staying)):
+            assert len(victims) > 1, "a request that passed submit fits the pool alone"
+            victim = victims.pop(0)
+            staying.discard(victim)
+            self._retract(victim)
+
+    def _round_shortfall(self, staying: set[Req]) -> int:
+        return sum(
+            self.slots.shortfall(r, r.held.committed_len + self._reserve) for r in staying
+        )
+
+    def _retract(self, req: Req) -> None:
+        """Free a request's slots and put it at the head of the queue; it resumes with the same text,
+        since the noise of a draw depends on the seed and the position alone."""
+        self._leave(req)
+        req.phase = Phase.WAITING
+        self.waiting.appendleft(req)
+        self.counters.retracted += 1
+
+    # --- commit ------------------------------------------------------------------------------------
+
+    def _commit(self, reqs: list[Req], batch: Batch, output: StepOutput) -> None:
+        if isinstance(batch, PrefillBatch):
+            for req, take, final, tokens in zip(
+                reqs, batch.takes, batch.finals, output.tokens, strict=True
+            ):
+                self._commit_chunk(req, int(take), bool(final), tokens)
+        else:
+            taken = [
+                self._commit_round(req, tokens, proposed)
+                for req, tokens, proposed in zip(
+                    reqs, output.tokens, output.proposed, strict=True
+                )
+            ]
+            self.worker.observe(taken)
+        for req in reqs:
+            if req.finish is not None:
+                self._end(req, req.finish)
+
+    def _commit_chunk(self, req: Req, take: int, final: bool, tokens: list[int]) -> None:
+        req.held.committed_len += take
+        self.slots.publish(req, req.held.committed_len)
+        if not final:
+            return
+        req.phase = Phase.DECODE
+        if req.remaining <= 0:
+            req.finish = FinishReason(kind="length")
+            return
+        self.counters.generated += req.append(tokens)
+        self.worker.begin(req)
+
+    def _commit_round(self, req: Req, tokens: list[int], proposed: int) -> int:
+        taken = req.append(tokens)
+        req.held.committed_len += taken
+        accepted = min(taken, len(tokens) - 1)
+        if self.limits.draft_tokens > 1:
+            req.spec.add_round(proposed=proposed, accepted=accepted, emitted=taken)
+            self.counters.add_round(proposed=proposed, accepted=accepted, emitted=taken)
+        self.counters.generated += taken
+        req.drafted = len(req.ids)
+        return taken
+
+    # --- ends and replies --------------------------------------------------------------------------
+
+    def _end(self, req: Req, reason: FinishReason) -> None:
+        req.finish = reason
+        if req.phase is not Phase.WAITING:
+            self._leave(req)
+        self._ended.append(req)
+
+    def _leave(self, req: Req) -> None:
+        """Take a request off its row; its committed tokens stay reusable."""
+        row = req.held.row
+        self.running.remove(req)
+        self.worker.close(row)
+        self.slots.close(req, min(req.held.committed_len, len(req.ids)))
+
+    def _refuse(self, req: Req, status: int, message: str) -> None:
+        self.counters.aborted += 1
+        self._end(req, FinishReason(kind="abort", message=message, status=status))
+
+    def _too_long(self, req: Req) -> str:
+        return (
+            f"Requested token count exceeds what the KV pool can hold for one request: "
+            f"{len(req.ids)} prompt + {req.sampling.max_new_tokens} new tokens > "
+            f"{self.limits.max_request_tokens}. Lower max_new_tokens or raise --max-total-tokens."
+        )
+
+    def _live(self) -> Iterator[Req]:
+        yield from self.waiting
+        yield from self.running
+
+    def _reply(self) -> list[OutputChunk]:
+        chunks = [_chunk(req) for req in self.running if self._due(req)]
+        chunks += [_chunk(req) for req in self._ended]
+        self._ended.clear()
+        return chunks
+
+    def _due(self, req: Req) -> bool:
+        fresh = req.output_len - req.reported
+        enough = fresh >= self.limits.stream_interval or (fresh > 0 and req.reported == 0)
+        return req.stream and enough
+
+
+def _ints(values: Iterator[int] | list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.fromiter(values, dtype=np.int64)
+
+
+def _chunk(req: Req) -> OutputChunk:
+    ids = req.ids[req.prompt_len + req.reported :]
+    req.reported = req.output_len
+    return OutputChunk(
+        rid=req.rid,
+        ids=ids,
+        prompt_tokens=req.prompt_len,
+        completion_tokens=req.output_len,
+        cached_tokens=req.cached_tokens,
+        retractions=max(req.admissions - 1, 0) if req.finish else 0,
+        finish=req.finish,
+        spec=req.spec if req.finish is not None and req.spec.verify_ct else None,
+    )
+
+

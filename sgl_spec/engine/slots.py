@@ -1,0 +1,164 @@
+"""Rows and slots of requests: what a request takes when it is admitted, grows by, publishes to the prefix
+cache and gives back. Glue between `kv_pool` (who owns a slot) and `prefix_cache` (what is reusable)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from sgl_spec.engine.kv_pool import (
+    Holding,
+    PageAllocator,
+    SlotTable,
+    ceil_page,
+    floor_page,
+)
+from sgl_spec.engine.policy import Need, PoolCounts
+from sgl_spec.engine.prefix_cache import PrefixCache
+from sgl_spec.engine.req import Req
+
+
+class SlotManager:
+    """Owns the slot table, the page allocator and the prefix cache."""
+
+    def __init__(
+        self, *, num_slots: int, page_size: int, num_rows: int, width: int, use_cache: bool
+    ) -> None:
+        self.page_size = page_size
+        self.table = SlotTable(num_rows, width)
+        self.pages = PageAllocator(num_slots, page_size)
+        self.cache = PrefixCache(page_size)
+        self.use_cache = use_cache
+
+    def counts(self) -> PoolCounts:
+        """The pool as admission sees it."""
+        return PoolCounts(self.pages.free_slots, self.cache.evictable_tokens, self.page_size)
+
+    def cached_len(self, ids: list[int]) -> int:
+        """Tokens of a prompt that are cached now. The last one is always computed anew, for its logits."""
+        return self.cache.peek(ids, len(ids) - 1) if self.use_cache else 0
+
+    def reach(self, tokens: int) -> int:
+        """Slots that `tokens` positions take in whole pages, within a row."""
+        return min(ceil_page(tokens, self.page_size), self.table.width)
+
+    def pin_prefix(self, req: Req) -> int:
+        """Match and lock a waiting request's cached prefix, so that making room cannot evict it."""
+        limit = len(req.ids) - 1 if self.use_cache else 0
+        match = self.cache.match(req.ids, limit)
+        self.cache.lock(match.node)
+        req.node = match.node
+        return len(match.slots)
+
+    def unpin(self, req: Req) -> None:
+        """Undo `pin_prefix`."""
+        assert req.node is not None
+        self.cache.unlock(req.node)
+        req.node = None
+
+    def open(self, req: Req, tokens: int) -> None:
+        """Give a pinned request a row and slots for `tokens` positions; the caller has checked room."""
+        limit = len(req.ids) - 1 if self.use_cache else 0
+        shared = self.cache.match(req.ids, limit).slots
+        row = self.table.take_row()
+        self.table.write(row, 0, shared)
+        length = len(shared)
+        req.holding = Holding(row, shared_len=length, committed_len=length, allocated_len=length)
+        self.grow(req, tokens)
+
+    def make_room(self, num_slots: int) -> bool:
+        """Evict cached prefixes until `num_slots` are free; False if they cannot be."""
+        missing = num_slots - self.pages.free_slots
+        if missing > self.cache.evictable_tokens:
+            return False
+        if missing > 0:
+            self.pages.free(self.cache.evict(missing))
+        return True
+
+    def shortfall(self, req: Req, tokens: int) -> int:
+        """Slots a request lacks for `tokens` positions."""
+        return max(0, self.reach(tokens) - req.held.allocated_len)
+
+    def grow(self, req: Req, tokens: int) -> None:
+        """Extend a request's slots to `tokens` positions, in whole pages. Never shrinks."""
+        held, missing = req.held, self.shortfall(req, tokens)
+        if missing:
+            roomy = self.make_room(missing)
+            assert roomy, "growth was not checked against the pool"
+            self.table.write(held.row, held.allocated_len, self.pages.alloc(missing))
+            held.allocated_len += missing
+
+    def need(self, req: Req, reserve: int) -> Need:
+        """A running request's claim, for the policy."""
+        held = req.held
+        tokens = max(len(req.ids) - 1, held.committed_len) + reserve
+        return Need(have=held.allocated_len, tokens=tokens, remaining=req.remaining)
+
+    def publish(self, req: Req, length: int) -> None:
+        """Hand the first `length` tokens (KV valid) to the prefix cache, in whole pages.
+
+        Where the cache already has them the request adopts the cache's slots and frees its own.
+        """
+        held = req.held
+        length = floor_page(length, self.page_size)
+        if not self.use_cache or length <= held.shared_len:
+            return
+        assert length <= held.committed_len, "only committed tokens may be shared"
+        result = self.cache.insert(req.ids[:length], self.table.slots(held.row, 0, length))
+        self.cache.lock(result.node)
+        self.unpin(req)
+        req.node = result.node
+        self.table.write(held.row, 0, result.slots)
+        if len(result.duplicates):
+            self.pages.free(result.duplicates)
+        held.shared_len = length
+
+    def close(self, req: Req, keep: int) -> None:
+        """Take everything back from a request that ends or is retracted; its first `keep` tokens stay
+        reusable until their slots are needed."""
+        self.publish(req, keep)
+        held = req.held
+        own = self.table.slots(held.row, held.shared_len, held.allocated_len)
+        if len(own):
+            self.pages.free(own)
+        self.unpin(req)
+        self.table.give_row(held.row)
+        req.holding = None
+
+    def flush(self) -> None:
+        """Drop every cached prefix; nothing may be in use."""
+        slots = self.cache.reset()
+        if len(slots):
+            self.pages.free(slots)
+
+    def held_slots(self, live: Iterable[Req]) -> int:
+        """Slots owned by requests (not by the cache)."""
+        return sum(r.held.allocated_len - r.held.shared_len for r in live)
+
+    def check_counts(self, live: Iterable[Req]) -> None:
+        """The cheap invariant: free + cached + held == total, rows likewise."""
+        live = list(live)
+        held, cached, free = self.held_slots(live), self.cache.cached_tokens, self.pages.free_slots
+        assert free + cached + held == self.pages.total, (
+            f"slots leak: free {free} + cached {cached} + held {held} != {self.pages.total}"
+        )
+        assert self.table.free_rows + len(live) == self.table.num_rows, "rows leak"
+        for req in live:
+            mark = req.held
+            assert mark.shared_len <= mark.committed_len <= mark.allocated_len, mark
+
+    def check(self, live: Iterable[Req]) -> None:
+        """The whole invariant, O(slots): no slot is owned twice or by nobody."""
+        live = list(live)
+        self.check_counts(live)
+        self.cache.check()
+        own = [
+            self.table.slots(r.held.row, r.held.shared_len, r.held.allocated_len) for r in live
+        ]
+        cached = self.cache.all_slots()
+        everything = np.concatenate([*own, cached, self.pages.free_set()])
+        assert len(np.unique(everything)) == len(everything) == self.pages.total, "owned twice"
+        for req in live:
+            shared = self.table.slots(req.held.row, 0, req.held.shared_len)
+            assert np.isin(shared, cached).all(), "a shared slot is not the cache's"

@@ -1,0 +1,183 @@
+"""The part of the engine that touches the model: it turns a batch into tokens.
+
+All a round needs of a request lives in buffers indexed by request row (text, committed length, sampling
+parameters, slots), so a batch is little more than a list of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sgl_spec_kernels.kv_move import move_kv
+from torch import Tensor
+
+from sgl_spec.engine.batch import (
+    Batch,
+    DecodeBatch,
+    PrefillBatch,
+    StepOutput,
+    prefill_forward,
+    starts_of,
+    tree_forward,
+)
+from sgl_spec.engine.kv_pool import SlotTable, compact_slots
+from sgl_spec.engine.req import Req
+from sgl_spec.layers.context import KVCache
+from sgl_spec.models.decoder import Decoder
+from sgl_spec.speculative.base import DraftBatch, Drafter
+from sgl_spec.speculative.prune import CostTable, keep_nodes, prune
+from sgl_spec.speculative.sampling import SamplingBuffer
+from sgl_spec.speculative.tree import AcceptResult, TokenTree, root_only
+from sgl_spec.speculative.verify import sample_and_follow
+
+
+class Worker:
+    """Runs prefill chunks and speculation rounds for the scheduler.
+
+    drafter None, or a batch without draft budget: trees are root-only and a round is plain decoding.
+    costs: measured forward times; None verifies whatever is drafted.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv: KVCache,
+        table: SlotTable,
+        *,
+        page_size: int,
+        vocab_size: int,
+        drafter: Drafter | None = None,
+        costs: CostTable | None = None,
+    ) -> None:
+        self.model = model
+        self.kv = kv
+        self.table = table
+        self.page_size = page_size
+        self.drafter = drafter
+        self.costs = costs
+        self.tokens: npt.NDArray[np.int32] = np.zeros(table.host.shape, dtype=np.int32)
+        self.sampling = SamplingBuffer(table.num_rows, vocab_size)
+        self._drafting: set[int] = set()
+        self._round: tuple[DraftBatch, TokenTree, AcceptResult] | None = None
+
+    # --- requests come and go ----------------------------------------------------------------------
+
+    def open(self, req: Req) -> None:
+        """Fill the row of an admitted request."""
+        row = req.held.row
+        self.tokens[row, : len(req.ids)] = req.ids
+        self.sampling.set_row(row, req.sampling, req.prompt_len, sorted(req.stop_ids))
+
+    def begin(self, req: Req) -> None:
+        """The request's prompt is in the KV cache and its next token is drawn: it may be drafted for."""
+        if self.drafter is None:
+            return
+        row, length = req.held.row, len(req.ids)
+        self.drafter.begin(row, self.tokens[row, :length], req.drafted)
+        req.drafted = length
+        self._drafting.add(row)
+
+    def close(self, row: int) -> None:
+        """The row's request ended or was retracted."""
+        if self.drafter is not None and row in self._drafting:
+            self._drafting.discard(row)
+            self.drafter.finish(row)
+
+    def flush(self) -> None:
+        """Forget what the drafter has learned."""
+        if self.drafter is not None:
+            self.drafter.flush()
+
+    # --- one forward -------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> StepOutput:
+        """Run one batch."""
+        if isinstance(batch, PrefillBatch):
+            return self._prefill(batch)
+        return self._decode(batch)
+
+    def observe(self, taken: list[int]) -> None:
+        """Tell the drafter how the last round ended. taken: tokens that each request kept, which a stop
+        may have cut."""
+        assert self._round is not None
+        draft, tree, accepted = self._round
+        self._round = None
+        if self.drafter is not None:
+            counts = torch.tensor(taken, dtype=torch.int64)
+            self.drafter.observe(draft, tree, replace(accepted, counts=counts))
+
+    def _prefill(self, batch: PrefillBatch) -> StepOutput:
+        forward = prefill_forward(batch, self.tokens, self.table.device)
+        hidden = self.model.forward(forward, self.kv)
+        tokens: list[list[int]] = [[] for _ in batch.rows]
+        (finals,) = np.nonzero(batch.finals)
+        if len(finals):
+            rows = batch.rows[finals]
+            ends = torch.from_numpy((batch.starts + batch.takes)[finals])
+            last = forward.q_starts[1:][torch.from_numpy(finals)] - 1
+            drawn = self._draw_next(hidden[last], torch.from_numpy(rows), ends).tolist()
+            for i, row, end, token in zip(finals, rows, ends.tolist(), drawn, strict=True):
+                tokens[i] = [token]
+                self.tokens[row, end] = token
+        return StepOutput(tokens=tokens, proposed=[0] * len(tokens))
+
+    def _draw_next(self, hidden: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
+        """The token after each row's text of `lengths` tokens: a root-only tree whose root is the text's
+        last token, so that first tokens take the same path as all others."""
+        tree = root_only(torch.from_numpy(self.tokens)[rows, lengths - 1].long())
+        offsets = starts_of(tree.num_nodes)
+        logits = self.model.logits(hidden)
+        sampling = self.sampling.select(rows)
+        return sample_and_follow(tree, logits, offsets, sampling, lengths - 1).tokens[:, 0]
+
+    def _decode(self, batch: DecodeBatch) -> StepOutput:
+        rows, committed = torch.from_numpy(batch.rows), torch.from_numpy(batch.committed)
+        draft = DraftBatch(batch.rows, batch.committed + 1, batch.max_nodes, self.tokens)
+        tree = self._plan_tree(draft, batch.remaining)
+        forward = tree_forward(tree, rows, committed, self.table.device)
+        logits = self.model.logits(self.model.forward(forward, self.kv))
+        sampling = self.sampling.select(rows)
+        accepted = sample_and_follow(tree, logits, forward.q_starts, sampling, committed)
+        self._keep_path(rows, committed, tree.width, accepted)
+        self._round = (draft, tree, accepted)
+        return self._output(draft, tree, accepted)
+
+    def _plan_tree(self, draft: DraftBatch, remaining: npt.NDArray[np.int64]) -> TokenTree:
+        if self.drafter is None or not (draft.max_nodes > 1).any():
+            roots = draft.tokens[draft.rows, draft.lengths - 1].astype(np.int64)
+            return root_only(torch.from_numpy(roots))
+        tree = self.drafter.propose(draft)
+        useful = tree.depths() < torch.from_numpy(remaining)[:, None]
+        tree = keep_nodes(tree, useful & tree.used())
+        return tree if self.costs is None else prune(tree, self.costs)
+
+    def _keep_path(
+        self, rows: Tensor, committed: Tensor, width: int, accepted: AcceptResult
+    ) -> None:
+        """Bring the accepted path to the front of the tree's positions: by renaming slots where a page
+        is one slot, else by moving KV rows."""
+        if width == 1:
+            return
+        positions, order = compact_slots(
+            self.table.device, rows, committed, accepted.path, accepted.counts, width
+        )
+        slots = self.table.device[rows[:, None], positions]
+        moved = slots.gather(1, order)
+        if self.page_size == 1:
+            self.table.device[rows[:, None], positions] = moved
+            return
+        kept = torch.arange(width)[None, :] < accepted.counts[:, None]
+        move_kv(self.kv.k, self.kv.v, moved[kept].long(), slots[kept].long())
+
+    def _output(self, draft: DraftBatch, tree: TokenTree, accepted: AcceptResult) -> StepOutput:
+        tokens = [
+            row[:count]
+            for row, count in zip(accepted.tokens.tolist(), accepted.counts.tolist(), strict=True)
+        ]
+        for row, length, new in zip(draft.rows, draft.lengths, tokens, strict=True):
+            self.tokens[row, length : length + len(new)] = new
+        return StepOutput(tokens=tokens, proposed=(tree.num_nodes - 1).tolist())
