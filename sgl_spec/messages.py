@@ -107,7 +107,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     spec_proposed_total: int = 0
     spec_accepted_total: int = 0
     spec_emitted_total: int = 0
-    spec_accept_histogram: list[int] = []
+    spec_histogram: list[int] = []
     gen_throughput: float = 0.0
     drafter: dict[str, Any] = {}
 

@@ -58,8 +58,8 @@ class Latencies(Protocol):
 class Update(msgspec.Struct, frozen=True):
     """News of one request of a ticket.
 
-    index: its place in the ticket. ids: tokens since the last update. chunk: the latest chunk, whose
-    counts hold; its own `ids` are part of `ids`.
+    index: its place in the ticket. ids: tokens since the last update. chunk: the latest chunk,
+    whose counts hold; its own `ids` are part of `ids`.
     """
 
     index: int
