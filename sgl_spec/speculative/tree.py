@@ -14,12 +14,12 @@ MAX_TREE_NODES = 64  # an ancestor set is one int64 word per node
 class TokenTree:
     """B trees of up to N nodes.
 
-    tokens: [B, N] int64. parents: [B, N] int64, index of the parent node, -1 for node 0; a parent comes
-    before its children. num_nodes: [B] int64, nodes in use, at least 1: entries from num_nodes on mean
-    nothing and are never verified. Node 0 is the root: the request's last token, whose KV is not yet
-    written. Siblings hold distinct tokens. scores: [B, N] float32 or None, the drafter's estimate of the
-    probability that the node is accepted (1 at the root, a child at most its parent's); the engine
-    prunes by it.
+    tokens: [B, N] int64. parents: [B, N] int64, index of the parent node, -1 for node 0; a parent
+    comes before its children. num_nodes: [B] int64, nodes in use, at least 1: entries from
+    num_nodes on mean nothing and are never verified. Node 0 is the root: the request's last token,
+    whose KV is not yet written. Siblings hold distinct tokens. scores: [B, N] float32 or None, the
+    drafter's estimate of the probability that the node is accepted (1 at the root, a child at most
+    its parent's); the engine prunes by it.
     """
 
     tokens: Tensor
@@ -39,26 +39,87 @@ class TokenTree:
 
     def used(self) -> Tensor:
         """[B, N] bool: which entries are nodes."""
-        index = torch.arange(self.width, device=self.tokens.device)
-        return index[None, :] < self.num_nodes[:, None]
+        return self._index() < self.num_nodes[:, None]
 
     def depths(self) -> Tensor:
         """[B, N] int64: 0 at the root; positions are committed_len + depth."""
-        depth = torch.zeros_like(self.parents)
-        for i in range(1, self.width):
-            parent = self.parents[:, i : i + 1].clamp(min=0)
-            depth[:, i] = depth.gather(1, parent)[:, 0] + 1
+        link = self._links()
+        depth = (self._index() > 0).to(torch.int64).expand_as(link)
+        for _ in range(self._doublings()):
+            depth = depth + depth.gather(1, link)
+            link = link.gather(1, link)
         return depth
 
     def ancestor_words(self) -> Tensor:
         """[B, N] int64: bit j of node i is set iff j is i or an ancestor of i."""
-        words = torch.zeros_like(self.parents)
-        words[:, 0] = 1
-        for i in range(1, self.width):
-            parent = self.parents[:, i : i + 1].clamp(min=0)
-            bit = torch.tensor(1, dtype=torch.int64) << i
-            words[:, i] = words.gather(1, parent)[:, 0] | bit
+        if self.width > MAX_TREE_NODES:
+            raise ValueError(f"a tree mask holds at most {MAX_TREE_NODES} nodes, got {self.width}")
+        link = self._links()
+        words = torch.ones_like(link) << self._index()
+        for _ in range(self._doublings()):
+            words = words | words.gather(1, link)
+            link = link.gather(1, link)
         return words
+
+    def capped_scores(self) -> Tensor:
+        """[B, N] float32: the smallest score on a node's path, which is its own if scores fall."""
+        assert self.scores is not None
+        link, scores = self._links(), self.scores
+        for _ in range(self._doublings()):
+            scores = torch.minimum(scores, scores.gather(1, link))
+            link = link.gather(1, link)
+        return scores
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise `ValueError` naming the first rule above that a tree breaks.
+
+        It reads the device: for trees from drafters that are not ours, and for tests.
+        """
+        batch, width = self.tokens.shape
+        shapes = (self.tokens.shape, self.parents.shape, (*self.num_nodes.shape, width))
+        if set(shapes) != {(batch, width)} or not 1 <= width <= MAX_TREE_NODES:
+            raise ValueError(f"a tree is [B, 1 to {MAX_TREE_NODES}], got shapes {shapes}")
+        kinds = {self.tokens.dtype, self.parents.dtype, self.num_nodes.dtype}
+        if kinds != {torch.int64}:
+            raise ValueError(f"a tree's integers are int64, got {kinds}")
+        inner = self.used() & (self._index() > 0)
+        in_range = (self.num_nodes >= 1) & (self.num_nodes <= width)
+        _require(in_range, f"num_nodes is 1 to {width}")
+        _require(self.parents[:, 0] == -1, "the root's parent is -1")
+        ordered = (self.parents >= 0) & (self.parents < self._index())
+        _require((ordered | ~inner).all(1), "a parent comes before its children")
+        known = (self.tokens >= 0) & (self.tokens < vocab_size)
+        _require((known | ~self.used()).all(1), f"tokens are 0 to {vocab_size - 1}")
+        _require(~self._has_twins(inner), "siblings hold distinct tokens")
+        if self.scores is not None:
+            _require(self._scores_fall(self.scores, inner), "scores start at 1 and never rise")
+
+    def _has_twins(self, inner: Tensor) -> Tensor:
+        same = self.tokens[:, :, None] == self.tokens[:, None, :]
+        same &= self.parents[:, :, None] == self.parents[:, None, :]
+        same &= inner[:, :, None] & inner[:, None, :]
+        return same.sum((1, 2)) > inner.sum(1)  # more than every node with itself
+
+    def _scores_fall(self, scores: Tensor, inner: Tensor) -> Tensor:
+        above = scores.gather(1, self._links())
+        falls = (scores >= 0) & (scores <= above)
+        return (scores[:, 0] == 1) & (falls | ~inner).all(1)
+
+    def _index(self) -> Tensor:
+        return torch.arange(self.width, device=self.tokens.device)
+
+    def _links(self) -> Tensor:
+        """Parents, safe to follow any number of times: the root and unused entries lead to 0."""
+        return torch.where(self.used(), self.parents, 0).clamp_(min=0)
+
+    def _doublings(self) -> int:
+        """Following links 1, 2, 4, ... far covers the longest path in this many steps."""
+        return (self.width - 1).bit_length()
+
+
+def _require(holds: Tensor, rule: str) -> None:
+    if not bool(holds.all()):
+        raise ValueError(f"tree {int((~holds).nonzero()[0])} of the batch breaks a rule: {rule}")
 
 
 def root_only(roots: Tensor) -> TokenTree:
@@ -67,7 +128,7 @@ def root_only(roots: Tensor) -> TokenTree:
         tokens=roots[:, None],
         parents=torch.full_like(roots[:, None], -1),
         num_nodes=torch.ones_like(roots),
-        scores=torch.ones(roots.shape[0], 1),
+        scores=torch.ones(roots.shape[0], 1, device=roots.device),
     )
 
 
@@ -76,9 +137,9 @@ class AcceptResult:
     """What the target made of a tree.
 
     tokens: [B, W] int64, tokens emitted this round, accepted draft tokens then the bonus token.
-    path: [B, W] int64, nodes whose rows drew them: path[:, 0] = 0, then the accepted nodes in order.
-    counts: [B] int64, tokens emitted (1 .. W): counts - 1 draft tokens were accepted. Entries from
-    counts on mean nothing. The KV rows of path[:, :counts] are the ones to keep.
+    path: [B, W] int64, nodes whose rows drew them: path[:, 0] = 0, then the accepted nodes in
+    order. counts: [B] int64, tokens emitted (1 .. W): counts - 1 draft tokens were accepted.
+    Entries from counts on mean nothing. The KV rows of path[:, :counts] are the ones to keep.
     """
 
     tokens: Tensor

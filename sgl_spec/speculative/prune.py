@@ -1,0 +1,101 @@
+"""How many draft nodes a batch should verify: as many as pay for their rows.
+
+A verify of R rows costs what the machine takes for R rows, measured, and emits one token per
+request plus every accepted node. The best R maximises expected tokens per time over the whole
+batch, so a node of one request competes with the nodes of all others. Pure policy: no model, no
+clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sgl_spec.speculative.tree import TokenTree
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Time of a round as a function of the rows it verifies.
+
+    rows: rising row counts. ms: measured forward time at each, milliseconds. fixed: milliseconds
+    that every round costs besides the forward. Between the counts the time is interpolated
+    linearly, below the first it is the first, beyond the last it goes on with the last slope.
+    """
+
+    rows: tuple[int, ...]
+    ms: tuple[float, ...]
+    fixed: float = 0.0
+
+    def __post_init__(self) -> None:
+        rising = all(a < b for a, b in zip(self.rows, self.rows[1:], strict=False))
+        if not self.rows or len(self.rows) != len(self.ms) or not rising or min(self.ms) <= 0:
+            raise ValueError(f"a cost table needs rising rows and positive times, got {self}")
+
+    def cost(self, rows: int) -> float:
+        """Milliseconds of a round of `rows` rows."""
+        return float(self.costs(rows, rows)[0])
+
+    def costs(self, first: int, last: int) -> FloatArray:
+        """Milliseconds of rounds of first, first + 1, ... last rows."""
+        counts = np.arange(first, last + 1)
+        times = np.interp(counts, self.rows, self.ms)
+        if last > self.rows[-1] and len(self.rows) > 1:
+            slope = (self.ms[-1] - self.ms[-2]) / (self.rows[-1] - self.rows[-2])
+            times += max(slope, 0.0) * np.maximum(counts - self.rows[-1], 0)
+        return times + self.fixed
+
+
+def prune(tree: TokenTree, table: CostTable) -> TokenTree:
+    """The part of a batch of trees that is worth verifying; without scores, all of it."""
+    if tree.scores is None:
+        return tree
+    return keep_nodes(tree, choose_nodes(tree, table))
+
+
+def choose_nodes(tree: TokenTree, table: CostTable) -> Tensor:
+    """[B, N] bool: the nodes whose verification maximises expected tokens per millisecond.
+
+    Nodes are taken over the whole batch by falling score; among equals the shallower, then the
+    lower index first. A score above its parent's counts as its parent's, so that ancestors come
+    first. Of equally good choices the largest is taken. Roots are always kept.
+    """
+    scores = tree.capped_scores().numpy(force=True).astype(np.float64)
+    drafted = tree.used().numpy(force=True).copy()
+    drafted[:, 0] = False
+    flat = np.flatnonzero(drafted)
+    depths = tree.depths().numpy(force=True).ravel()[flat]
+    gains = scores.ravel()[flat]
+    order = np.lexsort((flat % tree.width, depths, -gains))
+    emitted = tree.batch + np.concatenate(([0.0], np.cumsum(gains[order])))
+    rate = emitted / table.costs(tree.batch, tree.batch + flat.size)
+    count = flat.size - int(np.argmax(rate[::-1]))  # the last of equal maxima
+    keep = np.zeros_like(drafted)
+    keep[:, 0] = True
+    keep.reshape(-1)[flat[order[:count]]] = True
+    return torch.from_numpy(keep).to(tree.tokens.device)
+
+
+def keep_nodes(tree: TokenTree, mask: Tensor) -> TokenTree:
+    """The trees restricted to `mask` [B, N] bool, nodes in their old order, parents renumbered.
+
+    The mask holds the roots and every kept node's ancestors. The width stays N.
+    """
+    mask = mask & tree.used()
+    order = mask.sort(dim=1, descending=True, stable=True).indices  # kept nodes to the front
+    renumbered = mask.cumsum(1) - 1
+    parents = renumbered.gather(1, tree.parents.clamp(0, tree.width - 1)).gather(1, order)
+    parents[:, 0] = -1
+    return replace(
+        tree,
+        tokens=tree.tokens.gather(1, order),
+        parents=parents,
+        num_nodes=mask.sum(1),
+        scores=None if tree.scores is None else tree.scores.gather(1, order),
+    )
