@@ -1,0 +1,114 @@
+"""One request's output on its way to the client: ids, text, and what is said about it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from sgl_spec.errors import InvalidRequestError, SglSpecError, UnavailableError
+from sgl_spec.messages import OutputChunk
+from sgl_spec.request import FinishReason, SpecStats, TokenizedRequest
+from sgl_spec.server.frontend import Update
+from sgl_spec.text import OutputText
+
+# The last tokens of the prompt settle how the first bytes of the output decode.
+PROMPT_TAIL = 8
+
+
+class Output:
+    """What a request has given so far.
+
+    ids: all tokens. text: what may be shown of the text. chunk: the latest counts, None before any.
+    """
+
+    def __init__(self, request: TokenizedRequest, tokenizer: Tokenizer) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.ids: list[int] = []
+        self.text = ""
+        self.chunk: OutputChunk | None = None
+        self._decoder = OutputText(
+            tokenizer,
+            sampling.stop,
+            skip_special_tokens=sampling.skip_special_tokens,
+            no_stop_trim=sampling.no_stop_trim,
+            prompt_tail=request.input_ids[-PROMPT_TAIL:],
+        )
+
+    @property
+    def finish(self) -> FinishReason | None:
+        """Why the request ended, if it has."""
+        return None if self.chunk is None else self.chunk.finish
+
+    def feed(self, update: Update) -> str:
+        """Take an update; the text it adds."""
+        self.chunk = update.chunk
+        self.ids += update.ids
+        finish = update.chunk.finish
+        if finish is None:
+            new = self._decoder.push(update.ids)
+        else:
+            new = self._decoder.finish(update.ids, finish.matched)
+        self.text += new
+        return new
+
+    def meta_info(self, *, speculating: bool) -> dict[str, Any]:
+        """`meta_info` of a /generate reply, now."""
+        chunk, sampling = self.chunk, self.request.sampling
+        assert chunk is not None
+        meta: dict[str, Any] = {
+            "id": chunk.rid,
+            "finish_reason": finish_dict(chunk),
+            "prompt_tokens": chunk.prompt_tokens,
+            "completion_tokens": chunk.completion_tokens,
+            "cached_tokens": chunk.cached_tokens,
+            "num_retractions": chunk.retractions,
+            "seed": sampling.seed,
+        }
+        if chunk.finish is not None:
+            meta["e2e_latency"] = time.time() - self.request.arrival
+            if speculating and chunk.spec is not None and chunk.spec.verify_ct > 0:
+                meta |= spec_dict(chunk.spec)
+        return meta
+
+
+def finish_dict(chunk: OutputChunk) -> dict[str, Any] | None:
+    """`finish_reason` as /generate shows it."""
+    finish = chunk.finish
+    if finish is None:
+        return None
+    if finish.kind == "stop":
+        return {"type": "stop", "matched": finish.matched}
+    if finish.kind == "length":
+        return {"type": "length", "length": chunk.completion_tokens}
+    return {"type": "abort", "message": finish.message or "Aborted."}
+
+
+def spec_dict(spec: SpecStats) -> dict[str, Any]:
+    """The spec_* keys. Accept length: tokens given out by rounds, per round.
+
+    The token that prefill samples and tokens accepted behind a stop count nowhere, so the length
+    is 1 when no draft is ever accepted.
+    """
+    return {
+        "spec_verify_ct": spec.verify_ct,
+        "spec_num_correct_drafts": spec.accepted,
+        "spec_num_proposed_drafts": spec.proposed,
+        "spec_accept_rate": spec.accepted / spec.proposed if spec.proposed else 0.0,
+        "spec_accept_length": spec.emitted / spec.verify_ct,
+        "spec_correct_drafts_histogram": spec.histogram,
+    }
+
+
+def failure_of(finish: FinishReason | None) -> SglSpecError | None:
+    """The error to reply with when a request ended by one; None when it ended well or was aborted
+    at the client's wish."""
+    if finish is None or finish.kind != "abort" or finish.status == 200:
+        return None
+    message = finish.message or "The request was aborted."
+    for kind in (InvalidRequestError, UnavailableError):
+        if finish.status == kind.status:
+            return kind(message)
+    return SglSpecError(message)

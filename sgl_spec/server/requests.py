@@ -1,0 +1,223 @@
+"""From what a client asked for to what the engine gets: tokens, checked lengths, seeds, names."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from sgl_spec.errors import InvalidRequestError
+from sgl_spec.request import SEED_BITS, SamplingParams, TokenizedRequest
+from sgl_spec.server.fields import preview
+from sgl_spec.server.model_info import ModelInfo
+
+MAX_CHOICES = 128
+MAX_REQUESTS_PER_CALL = 4096
+MAX_RID_CHARS = 512
+# Longer texts are tokenised in a thread: they take milliseconds, which other streams would feel.
+INLINE_CHARS = 8192
+
+_MASK = 2**64 - 1
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt of a call.
+
+    sampling: fields of `SamplingParams`; "max_new_tokens" None means all the context left.
+    names: what this route calls those fields where it has another name, for messages.
+    where: the prompt's field.
+    """
+
+    prompt: str | list[int]
+    where: str
+    n: int
+    sampling: dict[str, Any]
+    names: Mapping[str, str] = {}
+
+
+class Made(msgspec.Struct, frozen=True):
+    """The engine requests of one call, prompt by prompt and choice by choice.
+
+    prompt_of: the index of each request's prompt. group: a name for all of them, see
+    `name_requests`.
+    """
+
+    requests: list[TokenizedRequest]
+    prompt_of: list[int]
+    group: str | None
+
+
+def derive_seed(seed: int, choice: int) -> int:
+    """The seed of choice `choice` of a request with n > 1: the seed itself for choice 0.
+
+    Others take the finaliser of SplitMix64 (Steele, Lea, Flood 2014) at the `choice`-th step of its
+    counter, cut to 63 bits.
+    """
+    if choice == 0:
+        return seed
+    z = (seed + choice * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (z ^ (z >> 31)) >> (64 - SEED_BITS)
+
+
+class RequestMaker:
+    """Makes engine requests for one loaded model.
+
+    encode: text to ids. truncate: --allow-auto-truncate. seed: where the seeds of requests that
+    bring none come from.
+    """
+
+    def __init__(
+        self, info: ModelInfo, encode: Callable[[str], list[int]], *, truncate: bool, seed: int
+    ) -> None:
+        self._info = info
+        self._encode = encode
+        self._truncate = truncate
+        self._random = random.Random(seed)
+
+    async def make(
+        self, asked: Sequence[Asked], rid: str | list[str] | None, *, stream: bool
+    ) -> Made:
+        """Tokenise, check and name; raises `InvalidRequestError` naming the field that is wrong."""
+        names, group = name_requests(rid, [item.n for item in asked])
+        made = Made([], [], group)
+        for index, item in enumerate(asked):
+            ids = await self.tokens(item.prompt, item.where)
+            ids, sampling = self._fit(ids, item)
+            assert sampling.seed is not None
+            for choice in range(item.n):
+                seeded = msgspec.structs.replace(sampling, seed=derive_seed(sampling.seed, choice))
+                made.requests.append(
+                    TokenizedRequest(
+                        rid=names[len(made.requests)],
+                        input_ids=ids,
+                        sampling=seeded,
+                        stream=stream,
+                        arrival=time.time(),
+                    )
+                )
+                made.prompt_of.append(index)
+        return made
+
+    async def tokens(self, prompt: str | list[int], where: str) -> list[int]:
+        """The prompt's ids, at least one, all within the vocabulary."""
+        if isinstance(prompt, str) and len(prompt) > INLINE_CHARS:
+            ids = await asyncio.to_thread(self._encode, prompt)
+        elif isinstance(prompt, str):
+            ids = self._encode(prompt) if prompt else []
+        else:
+            ids = prompt
+            check_ids(ids, where, self._info.vocab_size)
+        if not ids:
+            raise InvalidRequestError(f"{where} cannot be empty.", param=where)
+        return ids
+
+    def _fit(self, ids: list[int], item: Asked) -> tuple[list[int], SamplingParams]:
+        info = self._info
+        if len(ids) >= info.context_length and not self._truncate:
+            raise InvalidRequestError(
+                f"The input ({len(ids)} tokens) is longer than the model's context length "
+                f"({info.context_length} tokens).",
+                param=item.where,
+            )
+        if len(ids) > info.max_req_input_len and not self._truncate:
+            raise InvalidRequestError(
+                f"Input length ({len(ids)} tokens) exceeds the maximum allowed length "
+                f"({info.max_req_input_len} tokens).",
+                param=item.where,
+            )
+        ids = ids[: min(info.context_length - 1, info.max_req_input_len)]
+        wanted = dict(item.sampling)
+        if wanted.get("max_new_tokens") is None:
+            wanted["max_new_tokens"] = self._room(len(ids))
+        sampling = self._check(wanted, item.names)
+        excess = len(ids) + sampling.max_new_tokens - info.context_length
+        if excess > 0 and not self._truncate:
+            name = item.names.get("max_new_tokens", "max_new_tokens")
+            raise InvalidRequestError(
+                "Requested token count exceeds the model's maximum context length of "
+                f"{info.context_length} tokens: {len(ids)} in the prompt and "
+                f"{sampling.max_new_tokens} for {name}.",
+                param=name,
+            )
+        budget = sampling.max_new_tokens - max(0, excess)
+        minimum = min(sampling.min_new_tokens, budget)
+        return ids, msgspec.structs.replace(sampling, max_new_tokens=budget, min_new_tokens=minimum)
+
+    def _room(self, prompt_tokens: int) -> int:
+        """The longest output after a prompt: the context, or the pool where that is smaller."""
+        return self._info.max_request_tokens - prompt_tokens
+
+    def _check(self, wanted: dict[str, Any], names: Mapping[str, str]) -> SamplingParams:
+        sampling = SamplingParams(**wanted)
+        try:
+            sampling.check(self._info.vocab_size)
+        except InvalidRequestError as error:
+            raise renamed(error, names) from None
+        seed = self._random.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
+        top_k = min(sampling.top_k, self._info.vocab_size)
+        return msgspec.structs.replace(sampling, seed=seed, top_k=top_k)
+
+
+def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
+    """The same error under the name that the client knows the field by."""
+    name = names.get(error.param or "")
+    if name is None or not error.message.startswith(f"{error.param} "):
+        return error
+    return InvalidRequestError(name + error.message[len(error.param or "") :], param=name)
+
+
+def check_ids(ids: Sequence[int], where: str, vocab_size: int) -> None:
+    """Raise for the first id outside the vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        index = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
+        raise InvalidRequestError(
+            f"{where}[{index}] must be a token id from 0 to {vocab_size - 1}, got {ids[index]}.",
+            param=where,
+        )
+
+
+def check_choices(n: int, where: str) -> None:
+    """Raise unless 1 <= n <= `MAX_CHOICES`."""
+    if not 1 <= n <= MAX_CHOICES:
+        raise InvalidRequestError(
+            f"{where} must be an integer from 1 to {MAX_CHOICES}, got {n}.", param=where
+        )
+
+
+def name_requests(
+    rid: str | list[str] | None, choices: Sequence[int]
+) -> tuple[list[str], str | None]:
+    """Request names and the name of the group, from the client's `rid`.
+
+    A call of one request is called `rid`; the requests of a larger call are `rid`-0, `rid`-1, ...
+    and `rid` names them all. A list names the requests of a batch one by one.
+    """
+    total = sum(choices)
+    if total > MAX_REQUESTS_PER_CALL:
+        raise InvalidRequestError(
+            f"One call may hold at most {MAX_REQUESTS_PER_CALL} requests (prompts times n), "
+            f"got {total}."
+        )
+    for name in [rid] if isinstance(rid, str) else rid or []:
+        if not 1 <= len(name) <= MAX_RID_CHARS:
+            raise InvalidRequestError(
+                f"rid must be 1 to {MAX_RID_CHARS} characters, got {preview(name)}.", param="rid"
+            )
+    if isinstance(rid, list):
+        if len(rid) != total:
+            raise InvalidRequestError(
+                f"rid must be one name per request, got {len(rid)} for {total} requests.",
+                param="rid",
+            )
+        return rid, None
+    base = rid or uuid.uuid4().hex
+    if total == 1:
+        return [base], None
+    return [f"{base}-{i}" for i in range(total)], base

@@ -1,0 +1,148 @@
+"""Sampling fields as the three generating routes spell them, and where absent values come from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from sgl_spec.errors import InvalidRequestError
+from sgl_spec.server.fields import (
+    BOOLEAN,
+    IDS,
+    INTEGER,
+    NUMBER,
+    STRINGS,
+    Ignore,
+    Refuse,
+    Table,
+    Use,
+    is_integer,
+    is_number,
+)
+
+logger = logging.getLogger(__name__)
+
+# `sampling_params` of /generate. The defaults are SGLang's; generation_config has no say here.
+NATIVE: Table = {
+    "n": Use(INTEGER, 1),
+    "max_new_tokens": Use(INTEGER, 128),
+    "min_new_tokens": Use(INTEGER, 0),
+    "temperature": Use(NUMBER, 1.0),
+    "top_p": Use(NUMBER, 1.0),
+    "top_k": Use(INTEGER, -1),
+    "min_p": Use(NUMBER, 0.0),
+    "stop": Use(STRINGS, ()),
+    "stop_token_ids": Use(IDS, ()),
+    "ignore_eos": Use(BOOLEAN, False),
+    "skip_special_tokens": Use(BOOLEAN, True),
+    "spaces_between_special_tokens": Use(BOOLEAN, True),
+    "no_stop_trim": Use(BOOLEAN, False),
+    "seed": Use(INTEGER),
+    "sampling_seed": Use(INTEGER, target="seed"),
+    "frequency_penalty": Refuse((0,)),
+    "presence_penalty": Refuse((0,)),
+    "repetition_penalty": Refuse((1,)),
+    "stop_regex": Refuse(("", [])),
+    "beam_width": Refuse((1,)),
+    "json_schema": Refuse(),
+    "regex": Refuse(),
+    "ebnf": Refuse(),
+    "structural_tag": Refuse(),
+    "logit_bias": Refuse(({},)),
+    "custom_params": Refuse(({},)),
+    "watermark": Refuse((False,)),
+    "stream_interval": Ignore(),
+}
+
+# The sampling fields that /v1/completions and /v1/chat/completions share. `temperature`, `top_p`,
+# `top_k` and `min_p` have no default here: `SamplingDefaults` gives it.
+OPENAI: Table = {
+    "n": Use(INTEGER, 1),
+    "temperature": Use(NUMBER),
+    "top_p": Use(NUMBER),
+    "top_k": Use(INTEGER),
+    "min_p": Use(NUMBER),
+    "min_tokens": Use(INTEGER, 0, target="min_new_tokens"),
+    "stop": Use(STRINGS, ()),
+    "stop_token_ids": Use(IDS, ()),
+    "ignore_eos": Use(BOOLEAN, False),
+    "skip_special_tokens": Use(BOOLEAN, True),
+    "spaces_between_special_tokens": Use(BOOLEAN, True),
+    "no_stop_trim": Use(BOOLEAN, False),
+    "seed": Use(INTEGER),
+    "sampling_seed": Use(INTEGER, target="seed"),
+    "frequency_penalty": Refuse((0,)),
+    "presence_penalty": Refuse((0,)),
+    "repetition_penalty": Refuse((1,)),
+    "stop_regex": Refuse(("", [])),
+    "logit_bias": Refuse(({},)),
+    "regex": Refuse(),
+    "ebnf": Refuse(),
+    "json_schema": Refuse(),
+    "structural_tag": Refuse(),
+    "custom_params": Refuse(({},)),
+    "custom_logit_processor": Refuse(),
+}
+
+SAMPLING_FIELDS = (
+    *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("stop", "stop_token_ids", "ignore_eos", "no_stop_trim"),
+    *("skip_special_tokens", "spaces_between_special_tokens"),
+)
+
+OPENAI_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+# Settings of generation_config that would change the draw and that this version does not have.
+UNSUPPORTED_DEFAULTS = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+}
+
+
+class SamplingDefaults:
+    """Values of sampling fields that an OpenAI request leaves out.
+
+    generation: the model's generation_config; empty for --sampling-defaults openai. Values in it
+    that this version cannot honour are logged, once, here.
+    """
+
+    def __init__(self, generation: Mapping[str, Any]) -> None:
+        self.values = dict(OPENAI_DEFAULTS)
+        for name, value in generation.items():
+            if name in OPENAI_DEFAULTS and is_number(value):
+                self.values[name] = _as_ours(name, value)
+            elif name in UNSUPPORTED_DEFAULTS and value not in (None, UNSUPPORTED_DEFAULTS[name]):
+                logger.warning(
+                    "The model's generation_config asks for %s=%r, which is not supported and has "
+                    "no effect.",
+                    name,
+                    value,
+                )
+        if generation.get("do_sample") is False and "temperature" not in generation:
+            logger.debug("do_sample=false in generation_config has no effect on the defaults.")
+
+    def fill(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """`fields` with the defaults where they are None."""
+        absent = {name: value for name, value in self.values.items() if fields[name] is None}
+        return fields | absent
+
+
+def _as_ours(name: str, value: float) -> float:
+    """generation_config writes "keep every token" as top_k 0; here it is -1."""
+    return -1 if name == "top_k" and value == 0 else value
+
+
+def sampling_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The `SamplingParams` fields among `fields`, lists as tuples."""
+    chosen = {name: fields[name] for name in SAMPLING_FIELDS}
+    stop = chosen["stop"]
+    chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    chosen["stop_token_ids"] = tuple(chosen["stop_token_ids"])
+    if chosen["top_k"] is not None and not is_integer(chosen["top_k"]):
+        raise InvalidRequestError(f"top_k must be an integer, got {chosen['top_k']!r}.")
+    return chosen
