@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
 from sgl_spec.engine.batch import starts_of
 from sgl_spec.layers.context import ForwardBatch, KVCache
-from sgl_spec.models.decoder import Decoder
 from sgl_spec.speculative.prune import CostTable
 from sgl_spec.speculative.tree import MAX_TREE_NODES
+
+if TYPE_CHECKING:
+    from sgl_spec.models.decoder import Decoder
 
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 REPEATS = 3

@@ -95,7 +95,6 @@ class Engine:
             kv,
             self.slots.table,
             page_size=page,
-            vocab_size=config.vocab_size,
             drafter=self.drafter,
             costs=costs,
         )

@@ -169,9 +169,13 @@ class PrefixCache:
     def reset(self) -> IntArray:
         """Forget everything; nothing may be locked. Returns all slots."""
         assert self._root.locks == 0, f"{self._root.locks} locks are still held"
-        slots = np.concatenate([node.slots for node in self._nodes()])
+        slots = self.all_slots()
         self._start()
         return slots
+
+    def all_slots(self) -> IntArray:
+        """Every slot the tree holds, for integrity checks of the pool. O(cached tokens)."""
+        return np.concatenate([node.slots for node in self._nodes()])
 
     def check(self) -> None:
         """Recount everything and assert that the books are right. O(cached tokens)."""

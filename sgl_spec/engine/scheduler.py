@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -22,7 +23,6 @@ from sgl_spec.engine.policy import (
 )
 from sgl_spec.engine.req import Phase, Req
 from sgl_spec.engine.slots import SlotManager
-from sgl_spec.engine.worker import Worker
 from sgl_spec.messages import OutputChunk
 from sgl_spec.request import FinishReason
 
@@ -47,6 +47,17 @@ class Limits:
     check_every_step: bool = False
 
 
+class Runner(Protocol):
+    """What the scheduler asks of the worker; see `engine.worker.Worker`."""
+
+    def open(self, req: Req) -> None: ...
+    def begin(self, req: Req) -> None: ...
+    def execute(self, batch: Batch) -> StepOutput: ...
+    def observe(self, taken: list[int]) -> None: ...
+    def close(self, row: int) -> None: ...
+    def flush(self) -> None: ...
+
+
 class Scheduler:
     """Continuous batching over one worker.
 
@@ -55,7 +66,7 @@ class Scheduler:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: Runner,
         slots: SlotManager,
         limits: Limits,
         counters: EngineCounters,

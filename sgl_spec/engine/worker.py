@@ -7,6 +7,7 @@ parameters, slots), so a batch is little more than a list of rows.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,21 +18,24 @@ from torch import Tensor
 from sgl_spec.engine.batch import (
     Batch,
     DecodeBatch,
+    IntArray,
     PrefillBatch,
     StepOutput,
     prefill_forward,
-    starts_of,
     tree_forward,
 )
 from sgl_spec.engine.kv_pool import SlotTable, compact_slots
 from sgl_spec.engine.req import Req
 from sgl_spec.layers.context import KVCache
-from sgl_spec.models.decoder import Decoder
+from sgl_spec.request import SamplingParams
 from sgl_spec.speculative.base import DraftBatch, Drafter
 from sgl_spec.speculative.prune import CostTable, keep_nodes, prune
-from sgl_spec.speculative.sampling import SamplingBuffer
+from sgl_spec.speculative.sampling import SamplingRows, build_rows
 from sgl_spec.speculative.tree import AcceptResult, TokenTree, root_only
 from sgl_spec.speculative.verify import sample_and_follow
+
+if TYPE_CHECKING:
+    from sgl_spec.models.decoder import Decoder
 
 
 class Worker:
@@ -48,7 +52,6 @@ class Worker:
         table: SlotTable,
         *,
         page_size: int,
-        vocab_size: int,
         drafter: Drafter | None = None,
         costs: CostTable | None = None,
     ) -> None:
@@ -58,8 +61,10 @@ class Worker:
         self.page_size = page_size
         self.drafter = drafter
         self.costs = costs
+        self.eos_ids = model.config.eos_token_ids
         self.tokens: npt.NDArray[np.int32] = np.zeros(table.host.shape, dtype=np.int32)
-        self.sampling = SamplingBuffer(table.num_rows, vocab_size)
+        self._params: dict[int, tuple[SamplingParams, int]] = {}
+        self._sampling: tuple[bytes, SamplingRows] | None = None
         self._drafting: set[int] = set()
         self._round: tuple[DraftBatch, TokenTree, AcceptResult] | None = None
 
@@ -69,7 +74,8 @@ class Worker:
         """Fill the row of an admitted request."""
         row = req.held.row
         self.tokens[row, : len(req.ids)] = req.ids
-        self.sampling.set_row(row, req.sampling, req.prompt_len, sorted(req.stop_ids))
+        self._params[row] = (req.sampling, req.prompt_len)
+        self._sampling = None
 
     def begin(self, req: Req) -> None:
         """The request's prompt is in the KV cache and its next token is drawn: it may be drafted for."""
@@ -119,20 +125,30 @@ class Worker:
             rows = batch.rows[finals]
             ends = torch.from_numpy((batch.starts + batch.takes)[finals])
             last = forward.q_starts[1:][torch.from_numpy(finals)] - 1
-            drawn = self._draw_next(hidden[last], torch.from_numpy(rows), ends).tolist()
+            drawn = self._draw_next(hidden[last], rows, ends).tolist()
             for i, row, end, token in zip(finals, rows, ends.tolist(), drawn, strict=True):
                 tokens[i] = [token]
                 self.tokens[row, end] = token
         return StepOutput(tokens=tokens, proposed=[0] * len(tokens))
 
-    def _draw_next(self, hidden: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
+    def _draw_next(self, hidden: Tensor, rows: IntArray, lengths: Tensor) -> Tensor:
         """The token after each row's text of `lengths` tokens: a root-only tree whose root is the text's
         last token, so that first tokens take the same path as all others."""
-        tree = root_only(torch.from_numpy(self.tokens)[rows, lengths - 1].long())
-        offsets = starts_of(tree.num_nodes)
+        roots = torch.from_numpy(self.tokens[rows, lengths.numpy() - 1].astype(np.int64))
         logits = self.model.logits(hidden)
-        sampling = self.sampling.select(rows)
-        return sample_and_follow(tree, logits, offsets, sampling, lengths - 1).tokens[:, 0]
+        offsets = torch.arange(len(rows))
+        sampling = self._sampling_rows(rows)
+        accepted = sample_and_follow(root_only(roots), logits, offsets, sampling, lengths - 1)
+        return accepted.tokens[:, 0]
+
+    def _sampling_rows(self, rows: IntArray) -> SamplingRows:
+        """Parameters of a batch, built again only when its membership changes."""
+        key = rows.tobytes()
+        if self._sampling is None or self._sampling[0] != key:
+            params = [self._params[row] for row in rows.tolist()]
+            built = build_rows([p for p, _ in params], [n for _, n in params], self.eos_ids)
+            self._sampling = (key, built)
+        return self._sampling[1]
 
     def _decode(self, batch: DecodeBatch) -> StepOutput:
         rows, committed = torch.from_numpy(batch.rows), torch.from_numpy(batch.committed)
@@ -140,13 +156,14 @@ class Worker:
         tree = self._plan_tree(draft, batch.remaining)
         forward = tree_forward(tree, rows, committed, self.table.device)
         logits = self.model.logits(self.model.forward(forward, self.kv))
-        sampling = self.sampling.select(rows)
-        accepted = sample_and_follow(tree, logits, forward.q_starts, sampling, committed)
+        sampling = self._sampling_rows(batch.rows)
+        offsets = forward.q_starts[:-1]
+        accepted = sample_and_follow(tree, logits, offsets, sampling, committed)
         self._keep_path(rows, committed, tree.width, accepted)
         self._round = (draft, tree, accepted)
         return self._output(draft, tree, accepted)
 
-    def _plan_tree(self, draft: DraftBatch, remaining: npt.NDArray[np.int64]) -> TokenTree:
+    def _plan_tree(self, draft: DraftBatch, remaining: IntArray) -> TokenTree:
         if self.drafter is None or not (draft.max_nodes > 1).any():
             roots = draft.tokens[draft.rows, draft.lengths - 1].astype(np.int64)
             return root_only(torch.from_numpy(roots))
