@@ -1,7 +1,7 @@
 """Messages between the API process and the engine process: msgpack over ZMQ, never pickle.
 
-API -> engine: `ToEngine`, one message each. Engine -> API: `FromEngine`; the chunks of one step travel
-together in one `Chunks`, so that a step costs the API process one receive.
+API -> engine: `ToEngine`, one message each. Engine -> API: `FromEngine`; the chunks of one step
+travel together in one `Chunks`, so that a step costs the API process one receive.
 """
 
 from __future__ import annotations
@@ -85,10 +85,11 @@ class ControlReply(msgspec.Struct, frozen=True, tag="control_reply"):
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """`ControlReply.data` of the op "state", as `msgspec.to_builtins` gives it.
 
-    Token counts are KV slots: used + cached + free == the pool. Names in `_total` only ever grow, from
-    the start of the engine. The spec counts leave out tokens sampled by prefill; `spec_emitted_total`
-    counts the tokens that rounds gave out (bonus included), entry i of the histogram the rounds that
-    kept exactly i draft tokens. `gen_throughput` is in tokens/s over the last reporting window.
+    Token counts are KV slots: used + cached + free == the pool. Names in `_total` only ever grow,
+    from the start of the engine. The spec counts leave out tokens sampled by prefill;
+    `spec_emitted_total` counts the tokens that rounds gave out (bonus included), entry i of the
+    histogram the rounds that kept exactly i draft tokens. `gen_throughput` is in tokens/s over the
+    last reporting window.
     """
 
     running: int

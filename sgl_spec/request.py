@@ -16,8 +16,8 @@ SEED_BITS = 63
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is chosen and when the request ends.
 
-    `temperature` 0 is greedy. `top_k` -1 keeps every token. `seed` None means: draw a random one and
-    report it. Ranges are checked by `check`.
+    `temperature` 0 is greedy. `top_k` -1 keeps every token. `seed` None means: draw a random one
+    and report it. Ranges are checked by `check`.
     """
 
     max_new_tokens: int = 128
@@ -90,8 +90,8 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
 class SpecStats(msgspec.Struct, kw_only=True):
     """Speculation counts of one request, over its decode rounds only.
 
-    The token sampled from the prompt's last row is no round and counts nowhere here; neither do draft
-    tokens accepted after the position where the request stopped.
+    The token sampled from the prompt's last row is no round and counts nowhere here; neither do
+    draft tokens accepted after the position where the request stopped.
 
     verify_ct: rounds (target forwards) that this request took part in.
     proposed: draft tokens that were verified, summed over the rounds (the root is not one).

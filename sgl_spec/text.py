@@ -25,6 +25,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # A character has at most four bytes, so that many non-empty pieces before the output settle how its
 # first bytes decode.
 _TAIL_PIECES = 4
+# Prompt tokens that callers hand over: enough to hold that many pieces beside special tokens.
+PROMPT_TAIL = 8
 
 
 def _per_byte(error: UnicodeError) -> tuple[str, int]:

@@ -1,8 +1,9 @@
 """A model without weights for engine tests, and drafters at both ends of acceptance.
 
-`SumModel` stores one number per KV slot, a mix of token and position, and a row's logits are a hash of the
-sum over everything the row sees. So a slot that is lost, shared wrongly, overwritten, moved to the wrong
-place, or seen by the wrong row changes the text, and `SumModel.next_logits` says what the text should be.
+`SumModel` stores one number per KV slot, a mix of token and position, and a row's logits are a hash
+of the sum over everything the row sees. So a slot that is lost, shared wrongly, overwritten, moved
+to the wrong place, or seen by the wrong row changes the text, and `SumModel.next_logits` says what
+the text should be.
 """
 
 from __future__ import annotations
@@ -119,12 +120,25 @@ class RandomDrafter:
         counts = np.ones(len(batch.rows), np.int64)
         for i, (row, length) in enumerate(zip(batch.rows, batch.lengths, strict=True)):
             tokens[i, 0] = batch.tokens[row, length - 1]
-            self._grow(i, tokens, parents, counts, int(batch.max_nodes[i]), list(map(int,
-                batch.tokens[row, :length])))
+            self._grow(
+                i,
+                tokens,
+                parents,
+                counts,
+                int(batch.max_nodes[i]),
+                list(map(int, batch.tokens[row, :length])),
+            )
         return TokenTree(*(torch.from_numpy(a) for a in (tokens, parents, counts)))
 
-    def _grow(self, i: int, tokens: np.ndarray, parents: np.ndarray, counts: np.ndarray,
-              most: int, ids: list[int]) -> None:
+    def _grow(
+        self,
+        i: int,
+        tokens: np.ndarray,
+        parents: np.ndarray,
+        counts: np.ndarray,
+        most: int,
+        ids: list[int],
+    ) -> None:
         taken: set[tuple[int, int]] = set()
         for _ in range(self.rng.integers(0, min(most, self.nodes))):
             parent, token = int(self.rng.integers(counts[i])), int(self.rng.integers(VOCAB))
@@ -147,15 +161,22 @@ class RandomDrafter:
 
 
 class OracleDrafter(RandomDrafter):
-    """The target's own greedy continuation as a chain with junk siblings: with greedy requests every chain
-    node is accepted."""
+    """The target's own greedy continuation as a chain with junk siblings: with greedy requests
+    every chain node is accepted."""
 
     def __init__(self, nodes: int, model: SumModel) -> None:
         super().__init__(nodes)
         self.model = model
 
-    def _grow(self, i: int, tokens: np.ndarray, parents: np.ndarray, counts: np.ndarray,
-              most: int, ids: list[int]) -> None:
+    def _grow(
+        self,
+        i: int,
+        tokens: np.ndarray,
+        parents: np.ndarray,
+        counts: np.ndarray,
+        most: int,
+        ids: list[int],
+    ) -> None:
         parent = 0
         while counts[i] < min(most, self.nodes):
             true = int(self.model.next_logits(ids).argmax())

@@ -33,9 +33,9 @@ class PrefillBatch:
 class DecodeBatch:
     """One speculation round of B requests.
 
-    rows: [B]. committed: [B] tokens whose KV is valid; the root lies at that position. max_nodes: [B] most
-    tree nodes, root included. remaining: [B] tokens the request may still generate; nodes deeper than
-    remaining - 1 cannot be kept and are not verified.
+    rows: [B]. committed: [B] tokens whose KV is valid; the root lies at that position. max_nodes:
+    [B] most tree nodes, root included. remaining: [B] tokens the request may still generate; nodes
+    deeper than remaining - 1 cannot be kept and are not verified.
     """
 
     rows: IntArray
@@ -83,8 +83,8 @@ def prefill_forward(
 def tree_forward(
     tree: TokenTree, rows: Tensor, committed: Tensor, req_to_token: Tensor
 ) -> ForwardBatch:
-    """Forward rows of a tree batch: node i of a request is written at logical position committed + i and
-    rotated at committed + depth. Only nodes in use become rows, request by request."""
+    """Forward rows of a tree batch: node i of a request is written at logical position committed +
+    i and rotated at committed + depth. Only nodes in use become rows, request by request."""
     used = tree.used()
     node = torch.arange(tree.width, device=rows.device)
     write = (committed[:, None] + node[None, :])[used]

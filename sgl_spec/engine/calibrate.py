@@ -1,4 +1,5 @@
-"""What a verify costs on this machine, measured at start-up, so that drafting can know its price."""
+"""What a verify costs on this machine, measured at start-up, so that drafting can know its
+price."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ SLOW_S = 0.2  # a forward that takes longer is measured once
 def measure_costs(model: Decoder, kv: KVCache, max_rows: int) -> CostTable:
     """Forward time (ms, logits included) by rows, best of a few runs.
 
-    It writes into the pool's first slots, so it must run before anything is served. Counts beyond the
-    last measured one are extrapolated by the table.
+    It writes into the pool's first slots, so it must run before anything is served. Counts beyond
+    the last measured one are extrapolated by the table.
     """
     counts = [n for n in ROW_COUNTS if n <= max(max_rows, 2)]
     times = []
@@ -46,7 +47,8 @@ def _time_forward(model: Decoder, kv: KVCache, batch: ForwardBatch) -> float:
 
 
 def _dummy_batch(rows: int, num_slots: int) -> ForwardBatch:
-    """Trees of up to MAX_TREE_NODES chain nodes over a short prefix, all in the pool's first slots."""
+    """Trees of up to MAX_TREE_NODES chain nodes over a short prefix, all in the pool's first
+    slots."""
     prefix = min(PREFIX, num_slots - 1)
     lens = [MAX_TREE_NODES] * (rows // MAX_TREE_NODES)
     lens += [rows % MAX_TREE_NODES] if rows % MAX_TREE_NODES else []

@@ -1,4 +1,5 @@
-"""One engine: checkpoint to scheduler. Used by the engine process and, in-process, by `sgl_spec.LLM`."""
+"""One engine: checkpoint to scheduler. Used by the engine process and, in-process, by
+`sgl_spec.LLM`."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from sgl_spec.speculative.base import (
     build_drafter,
     registered_drafters,
 )
-from sgl_spec.text import StopMatcher
+from sgl_spec.text import PROMPT_TAIL, StopMatcher, check_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Engine:
         self.counters = EngineCounters()
         self.throughput = Throughput()
         self.tokenizer = Tokenizer.from_file(str(self.tokenizer_dir / "tokenizer.json"))
+        check_tokenizer(self.tokenizer)
         self._build(check_every_step)
 
     def _tokenizer_dir(self) -> Path:
@@ -161,6 +163,7 @@ class Engine:
                 self.tokenizer,
                 request.sampling.stop,
                 skip_special_tokens=request.sampling.skip_special_tokens,
+                prompt_tail=request.input_ids[-PROMPT_TAIL:],
             )
         self.scheduler.submit(make_req(request, self.model.config.eos_token_ids, stops))
 
@@ -258,5 +261,6 @@ def _import_module(name: str) -> None:
         assert spec.loader is not None
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     except (ImportError, OSError, SyntaxError) as error:
-        raise ConfigError(f"--speculative-drafter-module {name} cannot be imported: {error}") from error
-
+        raise ConfigError(
+            f"--speculative-drafter-module {name} cannot be imported: {error}"
+        ) from error

@@ -1,4 +1,5 @@
-"""Who owns which KV slot. Host-side counts and tables only: the KV rows live in `layers.context.KVCache`.
+"""Who owns which KV slot. Host-side counts and tables only: the KV rows live in
+`layers.context.KVCache`.
 
 A slot is one token's place in every layer's cache. Slots are handed out in pages of `page_size`. A
 request's row of `SlotTable` maps its logical positions to slots; three marks divide the row:
@@ -87,8 +88,8 @@ class Holding:
 class SlotTable:
     """`req_to_token`: the slot of each logical position of each request row.
 
-    `host` is the authority for ownership; `device` is what forwards read. On the CPU they are one memory,
-    so that the compaction the worker does on `device` needs no replay on `host`.
+    `host` is the authority for ownership; `device` is what forwards read. On the CPU they are one
+    memory, so that the compaction the worker does on `device` needs no replay on `host`.
     """
 
     def __init__(self, num_rows: int, width: int) -> None:
@@ -126,8 +127,9 @@ def compact_slots(
 ) -> tuple[Tensor, Tensor]:
     """Where each tree position's row goes when the accepted path moves to the front.
 
-    A tree's node i lies at logical position committed + i. The nodes of path[:, :counts] go, in order, to
-    committed, committed + 1, ...; the others follow in ascending order, so the result is a permutation.
+    A tree's node i lies at logical position committed + i. The nodes of path[:, :counts] go, in
+    order, to committed, committed + 1, ...; the others follow in ascending order, so the result is
+    a permutation.
 
     table: [rows, width_of_table] int32. rows, committed, counts: [B]. path: [B, W]. width: N.
     Returns (positions [B, N], order [B, N]): new position committed + j takes what was at

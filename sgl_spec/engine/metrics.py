@@ -12,8 +12,8 @@ from typing import Any
 class EngineCounters:
     """Totals since the start.
 
-    Speculation counts follow `request.SpecStats`: decode rounds only, a request's share of a round counts
-    one verify. histogram: entry i = request rounds that kept exactly i draft tokens.
+    Speculation counts follow `request.SpecStats`: decode rounds only, a request's share of a round
+    counts one verify. histogram: entry i = request rounds that kept exactly i draft tokens.
     """
 
     requests: int = 0

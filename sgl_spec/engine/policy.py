@@ -7,17 +7,19 @@ from dataclasses import dataclass
 
 from sgl_spec.engine.kv_pool import ceil_page
 
-# Room kept free for every running request when a new one is admitted. Without it a request retracted
-# from a full pool would be let in again at once and throw the next one out.
+# Room kept free for every running request when a new one is admitted. Without it a request
+# retracted from a full pool would be let in again at once and throw the next one out.
 GROWTH_TOKENS = 64
 
-# A prompt that shares at least this many uncached tokens with one being prefilled waits for its pages.
+# A prompt that shares at least this many uncached tokens with one being prefilled waits for its
+# pages.
 SHARED_PREFILL_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class PoolCounts:
-    """Slots as the policy sees them. free: owned by nobody. evictable: cached and used by nobody."""
+    """Slots as the policy sees them. free: owned by nobody. evictable: cached and used by
+    nobody."""
 
     free: int
     evictable: int
@@ -42,14 +44,15 @@ class Need:
 def tree_reserve(draft_tokens: int) -> int:
     """Slots beyond committed_len that a decode round is given: 2 A.
 
-    A is the most slots one round writes and the most tokens it accepts. Twice, because a round may be
-    launched while the host still knows the committed length of the round before.
+    A is the most slots one round writes and the most tokens it accepts. Twice, because a round may
+    be launched while the host still knows the committed length of the round before.
     """
     return 2 * draft_tokens
 
 
 def can_admit(need: Need, running: Sequence[Need], pool: PoolCounts) -> bool:
-    """Whether a new request fits beside the running ones, with room for everybody to grow a little."""
+    """Whether a new request fits beside the running ones, with room for everybody to grow a
+    little."""
     page = pool.page_size
     claim = ceil_page(need.tokens, page) - need.have
     if not running:
@@ -64,18 +67,16 @@ def _growth(need: Need, page: int) -> int:
 
 
 def retract_order(output_lens: Sequence[int], prompt_lens: Sequence[int]) -> list[int]:
-    """Indices in the order in which requests give way: least output first (least work lost), then the
-    longest prompt (most slots won), then the latest."""
-    return sorted(
-        range(len(output_lens)), key=lambda i: (output_lens[i], -prompt_lens[i], -i)
-    )
+    """Indices in the order in which requests give way: least output first (least work lost), then
+    the longest prompt (most slots won), then the latest."""
+    return sorted(range(len(output_lens)), key=lambda i: (output_lens[i], -prompt_lens[i], -i))
 
 
 def split_prefill(unfilled: Sequence[int], budget: int, *, chunked: bool) -> list[int]:
     """How many tokens of each prefilling request the next forward takes, in order.
 
-    A forward holds at most `budget` tokens. Chunked, a prompt may be cut anywhere; otherwise prompts go
-    whole, and one longer than the budget goes alone.
+    A forward holds at most `budget` tokens. Chunked, a prompt may be cut anywhere; otherwise
+    prompts go whole, and one longer than the budget goes alone.
     """
     takes: list[int] = []
     left = budget
@@ -89,17 +90,16 @@ def split_prefill(unfilled: Sequence[int], budget: int, *, chunked: bool) -> lis
 
 
 def prefill_next(*, prefilling: int, decoding: int, last_was_prefill: bool) -> bool:
-    """Whether the next forward is a prefill chunk: chunks and rounds alternate while both wait, so that
-    neither first tokens nor running streams stall for longer than one forward of the other."""
+    """Whether the next forward is a prefill chunk: chunks and rounds alternate while both wait, so
+    that neither first tokens nor running streams stall for longer than one forward of the other."""
     if prefilling == 0 or decoding == 0:
         return prefilling > 0
     return not last_was_prefill
 
 
-def waits_for_prefix(
-    ids: Sequence[int], matched: int, prefilling: Sequence[Sequence[int]]
-) -> bool:
-    """Whether a prompt should wait because one being prefilled will soon put more of it in the cache.
+def waits_for_prefix(ids: Sequence[int], matched: int, prefilling: Sequence[Sequence[int]]) -> bool:
+    """Whether a prompt should wait because one being prefilled will soon put more of it in the
+    cache.
 
     So a burst with one system prompt computes it once. matched: tokens of `ids` already cached.
     """

@@ -63,9 +63,7 @@ def main(args: ServerArgs, to_engine_addr: str, from_engine_addr: str) -> int:
 class EngineLoop:
     """Receives, steps and replies until told to end."""
 
-    def __init__(
-        self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]
-    ) -> None:
+    def __init__(self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
         self.engine = engine
         self.inbox = inbox
         self.outbox = outbox
@@ -116,4 +114,3 @@ class EngineLoop:
 
     def _send(self, message: FromEngine) -> None:
         self.outbox.send(encode(message))
-

@@ -24,8 +24,9 @@ class Phase(Enum):
 class Req:
     """State of one request, owned by the scheduler.
 
-    ids: prompt and output. While decoding, ids has holding.committed_len + 1 tokens: the last one is the
-    next tree's root. reported: output tokens already sent. drafted: tokens of ids the drafter was given.
+    ids: prompt and output. While decoding, ids has holding.committed_len + 1 tokens: the last one
+    is the next tree's root. reported: output tokens already sent. drafted: tokens of ids the
+    drafter was given.
     """
 
     rid: str
@@ -69,8 +70,8 @@ class Req:
     def append(self, tokens: Sequence[int]) -> int:
         """Take tokens in order until one of them ends the request; returns how many were taken.
 
-        Text, ids, usage and KV are all cut at the token that ends the request, wherever it lies in an
-        accepted block.
+        Text, ids, usage and KV are all cut at the token that ends the request, wherever it lies in
+        an accepted block.
         """
         for taken, token in enumerate(tokens, 1):
             self.ids.append(token)
@@ -91,9 +92,7 @@ class Req:
         return None
 
 
-def make_req(
-    request: TokenizedRequest, eos_ids: Sequence[int], stops: StopMatcher | None
-) -> Req:
+def make_req(request: TokenizedRequest, eos_ids: Sequence[int], stops: StopMatcher | None) -> Req:
     """A waiting `Req`. Stop ids are the request's own and, unless ignore_eos, the model's."""
     own = request.sampling.stop_token_ids
     stop_ids = frozenset(own) if request.sampling.ignore_eos else frozenset([*own, *eos_ids])

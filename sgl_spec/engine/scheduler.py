@@ -98,8 +98,8 @@ class Scheduler:
             self.waiting.append(req)
 
     def abort(self, rid: str | None) -> None:
-        """End a request (all of them for None) with an "abort" finish; unknown ids are ignored, because
-        a request may end while its abort is on the way."""
+        """End a request (all of them for None) with an "abort" finish; unknown ids are ignored,
+        because a request may end while its abort is on the way."""
         for req in [r for r in self._live() if rid is None or r.rid == rid]:
             if req.phase is Phase.WAITING:
                 self.waiting.remove(req)
@@ -118,14 +118,15 @@ class Scheduler:
         return self._reply()
 
     def flush(self) -> bool:
-        """Drop cached prefixes and what the drafter has learned; False while requests are running."""
+        """Drop cached prefixes and what the drafter has learned; False while requests are
+        running."""
         if self.waiting or self.running:
             return False
         self.slots.flush()
         self.worker.flush()
         return True
 
-    # --- admit -------------------------------------------------------------------------------------
+    # --- admit ------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         if not self.waiting:
@@ -164,7 +165,7 @@ class Scheduler:
         self.running.append(req)
         return True
 
-    # --- batch -------------------------------------------------------------------------------------
+    # --- batch ------------------------------------------------------------------------------------
 
     def _next_batch(self) -> tuple[list[Req], Batch | None]:
         filling = [r for r in self.running if r.phase is Phase.PREFILL]
@@ -218,19 +219,17 @@ class Scheduler:
             self._retract(victim)
 
     def _round_shortfall(self, staying: set[Req]) -> int:
-        return sum(
-            self.slots.shortfall(r, r.held.committed_len + self._reserve) for r in staying
-        )
+        return sum(self.slots.shortfall(r, r.held.committed_len + self._reserve) for r in staying)
 
     def _retract(self, req: Req) -> None:
-        """Free a request's slots and put it at the head of the queue; it resumes with the same text,
-        since the noise of a draw depends on the seed and the position alone."""
+        """Free a request's slots and put it at the head of the queue; it resumes with the same
+        text, since the noise of a draw depends on the seed and the position alone."""
         self._leave(req)
         req.phase = Phase.WAITING
         self.waiting.appendleft(req)
         self.counters.retracted += 1
 
-    # --- commit ------------------------------------------------------------------------------------
+    # --- commit -----------------------------------------------------------------------------------
 
     def _commit(self, reqs: list[Req], batch: Batch, output: StepOutput) -> None:
         if isinstance(batch, PrefillBatch):
@@ -241,9 +240,7 @@ class Scheduler:
         else:
             taken = [
                 self._commit_round(req, tokens, proposed)
-                for req, tokens, proposed in zip(
-                    reqs, output.tokens, output.proposed, strict=True
-                )
+                for req, tokens, proposed in zip(reqs, output.tokens, output.proposed, strict=True)
             ]
             self.worker.observe(taken)
         for req in reqs:
@@ -273,7 +270,7 @@ class Scheduler:
         req.drafted = len(req.ids)
         return taken
 
-    # --- ends and replies --------------------------------------------------------------------------
+    # --- ends and replies -------------------------------------------------------------------------
 
     def _end(self, req: Req, reason: FinishReason) -> None:
         req.finish = reason
@@ -332,5 +329,3 @@ def _chunk(req: Req) -> OutputChunk:
         finish=req.finish,
         spec=req.spec if req.finish is not None and req.spec.verify_ct else None,
     )
-
-

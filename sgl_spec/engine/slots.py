@@ -1,5 +1,6 @@
-"""Rows and slots of requests: what a request takes when it is admitted, grows by, publishes to the prefix
-cache and gives back. Glue between `kv_pool` (who owns a slot) and `prefix_cache` (what is reusable)."""
+"""Rows and slots of requests: what a request takes when it is admitted, grows by, publishes to the
+prefix cache and gives back. Glue between `kv_pool` (who owns a slot) and `prefix_cache` (what is
+reusable)."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class SlotManager:
         return PoolCounts(self.pages.free_slots, self.cache.evictable_tokens, self.page_size)
 
     def cached_len(self, ids: list[int]) -> int:
-        """Tokens of a prompt that are cached now. The last one is always computed anew, for its logits."""
+        """Tokens of a prompt that are cached now. The last one is always computed anew, for its
+        logits."""
         return self.cache.peek(ids, len(ids) - 1) if self.use_cache else 0
 
     def reach(self, tokens: int) -> int:
@@ -58,7 +60,8 @@ class SlotManager:
         req.node = None
 
     def open(self, req: Req, tokens: int) -> None:
-        """Give a pinned request a row and slots for `tokens` positions; the caller has checked room."""
+        """Give a pinned request a row and slots for `tokens` positions; the caller has checked
+        room."""
         limit = len(req.ids) - 1 if self.use_cache else 0
         shared = self.cache.match(req.ids, limit).slots
         row = self.table.take_row()
@@ -115,8 +118,8 @@ class SlotManager:
         held.shared_len = length
 
     def close(self, req: Req, keep: int) -> None:
-        """Take everything back from a request that ends or is retracted; its first `keep` tokens stay
-        reusable until their slots are needed."""
+        """Take everything back from a request that ends or is retracted; its first `keep` tokens
+        stay reusable until their slots are needed."""
         self.publish(req, keep)
         held = req.held
         own = self.table.slots(held.row, held.shared_len, held.allocated_len)
@@ -153,9 +156,7 @@ class SlotManager:
         live = list(live)
         self.check_counts(live)
         self.cache.check()
-        own = [
-            self.table.slots(r.held.row, r.held.shared_len, r.held.allocated_len) for r in live
-        ]
+        own = [self.table.slots(r.held.row, r.held.shared_len, r.held.allocated_len) for r in live]
         cached = self.cache.all_slots()
         everything = np.concatenate([*own, cached, self.pages.free_set()])
         assert len(np.unique(everything)) == len(everything) == self.pages.total, "owned twice"

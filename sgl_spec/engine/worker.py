@@ -1,7 +1,7 @@
 """The part of the engine that touches the model: it turns a batch into tokens.
 
-All a round needs of a request lives in buffers indexed by request row (text, committed length, sampling
-parameters, slots), so a batch is little more than a list of rows.
+All a round needs of a request lives in buffers indexed by request row (text, committed length,
+sampling parameters, slots), so a batch is little more than a list of rows.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 class Worker:
     """Runs prefill chunks and speculation rounds for the scheduler.
 
-    drafter None, or a batch without draft budget: trees are root-only and a round is plain decoding.
-    costs: measured forward times; None verifies whatever is drafted.
+    drafter None, or a batch without draft budget: trees are root-only and a round is plain
+    decoding. costs: measured forward times; None verifies whatever is drafted.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Worker:
         self._drafting: set[int] = set()
         self._round: tuple[DraftBatch, TokenTree, AcceptResult] | None = None
 
-    # --- requests come and go ----------------------------------------------------------------------
+    # --- requests come and go ---------------------------------------------------------------------
 
     def open(self, req: Req) -> None:
         """Fill the row of an admitted request."""
@@ -78,7 +78,8 @@ class Worker:
         self._sampling = None
 
     def begin(self, req: Req) -> None:
-        """The request's prompt is in the KV cache and its next token is drawn: it may be drafted for."""
+        """The request's prompt is in the KV cache and its next token is drawn: it may be drafted
+        for."""
         if self.drafter is None:
             return
         row, length = req.held.row, len(req.ids)
@@ -97,7 +98,7 @@ class Worker:
         if self.drafter is not None:
             self.drafter.flush()
 
-    # --- one forward -------------------------------------------------------------------------------
+    # --- one forward ------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepOutput:
@@ -107,8 +108,8 @@ class Worker:
         return self._decode(batch)
 
     def observe(self, taken: list[int]) -> None:
-        """Tell the drafter how the last round ended. taken: tokens that each request kept, which a stop
-        may have cut."""
+        """Tell the drafter how the last round ended. taken: tokens that each request kept, which a
+        stop may have cut."""
         assert self._round is not None
         draft, tree, accepted = self._round
         self._round = None
@@ -132,8 +133,8 @@ class Worker:
         return StepOutput(tokens=tokens, proposed=[0] * len(tokens))
 
     def _draw_next(self, hidden: Tensor, rows: IntArray, lengths: Tensor) -> Tensor:
-        """The token after each row's text of `lengths` tokens: a root-only tree whose root is the text's
-        last token, so that first tokens take the same path as all others."""
+        """The token after each row's text of `lengths` tokens: a root-only tree whose root is the
+        text's last token, so that first tokens take the same path as all others."""
         roots = torch.from_numpy(self.tokens[rows, lengths.numpy() - 1].astype(np.int64))
         logits = self.model.logits(hidden)
         offsets = torch.arange(len(rows))
@@ -175,8 +176,8 @@ class Worker:
     def _keep_path(
         self, rows: Tensor, committed: Tensor, width: int, accepted: AcceptResult
     ) -> None:
-        """Bring the accepted path to the front of the tree's positions: by renaming slots where a page
-        is one slot, else by moving KV rows."""
+        """Bring the accepted path to the front of the tree's positions: by renaming slots where a
+        page is one slot, else by moving KV rows."""
         if width == 1:
             return
         positions, order = compact_slots(

@@ -23,11 +23,13 @@ class ForwardBatch:
     """One forward over ragged rows: B requests, T rows in all, request i owning rows
     q_starts[i] .. q_starts[i+1].
 
-    Row r of request i holds `tokens[r]` at rotary position `positions[r]`; its KV is written at slot
-    `slots[r]`, which is logical position prefix_lens[i] + (r - q_starts[i]) of the request's table row.
-    A row sees the whole prefix (logical positions < prefix_lens[i]) and, of its own request's new rows,
+    Row r of request i holds `tokens[r]` at rotary position `positions[r]`; its KV is written at
+    slot `slots[r]`, which is logical position prefix_lens[i] + (r - q_starts[i]) of the request's
+    table row. A row sees the whole prefix (logical positions < prefix_lens[i]) and, of its own
+    request's new rows,
     - `mask_words` None: itself and the rows before it (a prefill chunk, causal);
-    - else row j (counted from q_starts[i]) iff bit j of its word is set (a token tree; at most 64 rows
+    - else row j (counted from q_starts[i]) iff bit j of its word is set (a token tree; at most 64
+    rows
       per request). A root-only tree (one row, word 1) is ordinary decoding.
 
     tokens, positions, slots: [T] int64. mask_words: [T] int64 or None.

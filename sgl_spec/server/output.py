@@ -11,10 +11,7 @@ from sgl_spec.errors import InvalidRequestError, SglSpecError, UnavailableError
 from sgl_spec.messages import OutputChunk
 from sgl_spec.request import FinishReason, SpecStats, TokenizedRequest
 from sgl_spec.server.frontend import Update
-from sgl_spec.text import OutputText
-
-# The last tokens of the prompt settle how the first bytes of the output decode.
-PROMPT_TAIL = 8
+from sgl_spec.text import PROMPT_TAIL, OutputText
 
 
 class Output:

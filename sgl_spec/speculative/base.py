@@ -1,5 +1,5 @@
-"""The drafter protocol. A drafter proposes trees; the target's draw never depends on them, so a drafter
-can make a request faster or slower but never change its text."""
+"""The drafter protocol. A drafter proposes trees; the target's draw never depends on them, so a
+drafter can make a request faster or slower but never change its text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class DraftBatch:
 
     rows: [B] request row, stable while the request runs and reused later.
     lengths: [B] tokens known so far, prompt and output; the last of them is the tree's root.
-    max_nodes: [B] most nodes (root included) the request may verify this round, at least 1; a row with 1
+    max_nodes: [B] most nodes (root included) the request may verify this round, at least 1; a row
+    with 1
         must get a root-only tree.
     tokens: [num_rows, width] int32; tokens[rows[i], :lengths[i]] is the request's text.
     """
@@ -35,20 +36,22 @@ class DraftBatch:
 class Drafter(Protocol):
     """Proposes a token tree per request and round. All calls come from the engine's thread.
 
-    Life of a request row: `begin` once its prompt is in the KV cache, then `propose` and `observe` once a
-    round, then `finish`. A retracted request gets `finish`, and `begin` again when it resumes.
+    Life of a request row: `begin` once its prompt is in the KV cache, then `propose` and `observe`
+    once a round, then `finish`. A retracted request gets `finish`, and `begin` again when it
+    resumes.
     """
 
     def begin(self, row: int, tokens: npt.NDArray[np.int32], known: int) -> None:
-        """A request starts (or resumes) in `row` with text `tokens`, of which the first `known` tokens
-        were already given to this drafter before a retraction."""
+        """A request starts (or resumes) in `row` with text `tokens`, of which the first `known`
+        tokens were already given to this drafter before a retraction."""
 
     def propose(self, batch: DraftBatch) -> TokenTree:
         """Trees for this round; node 0 of request i is tokens[rows[i], lengths[i] - 1]."""
 
     def observe(self, batch: DraftBatch, tree: TokenTree, accepted: AcceptResult) -> None:
-        """What the target made of `tree`, the tree that was verified: a part of the proposed one when the
-        engine pruned it. `batch.tokens` already holds the accepted tokens after `lengths`."""
+        """What the target made of `tree`, the tree that was verified: a part of the proposed one
+        when the engine pruned it. `batch.tokens` already holds the accepted tokens after
+        `lengths`."""
 
     def finish(self, row: int) -> None:
         """The row's request ended or was retracted."""
@@ -79,7 +82,8 @@ _REGISTRY: dict[str, Callable[[DrafterContext], Drafter]] = {}
 
 
 def register_drafter(name: str, factory: Callable[[DrafterContext], Drafter]) -> None:
-    """Make `--speculative-algorithm NAME` build its drafter with `factory`. Names are upper-cased."""
+    """Make `--speculative-algorithm NAME` build its drafter with `factory`. Names are
+    upper-cased."""
     _REGISTRY[name.upper()] = factory
 
 

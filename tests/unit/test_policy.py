@@ -87,9 +87,7 @@ def test_retraction_takes_least_output_then_longest_prompt_then_latest() -> None
 def test_chunks_and_rounds_alternate(
     prefilling: int, decoding: int, last: bool, expect: bool
 ) -> None:
-    assert (
-        prefill_next(prefilling=prefilling, decoding=decoding, last_was_prefill=last) is expect
-    )
+    assert prefill_next(prefilling=prefilling, decoding=decoding, last_was_prefill=last) is expect
 
 
 def test_a_prompt_waits_for_a_shared_prefix_being_prefilled() -> None:

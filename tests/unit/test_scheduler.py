@@ -1,4 +1,4 @@
-"""Scheduler, slots, worker and verification together over a model whose text depends on every KV slot."""
+"""Scheduler, slots, worker and verification over a model whose text depends on every KV slot."""
 
 from __future__ import annotations
 
@@ -57,7 +57,11 @@ class Rig:
             "oracle": lambda: OracleDrafter(NODES, self.model),
         }[drafter]()
         worker = Worker(
-            self.model, kv, self.slots.table, page_size=page, drafter=self.drafter  # type: ignore[arg-type]
+            self.model,
+            kv,
+            self.slots.table,
+            page_size=page,
+            drafter=self.drafter,  # type: ignore[arg-type]
         )
         self.counters = EngineCounters()
         options: dict[str, object] = {
@@ -70,7 +74,10 @@ class Rig:
             "check_every_step": True,
         }
         self.scheduler = Scheduler(
-            worker, self.slots, Limits(**(options | limits)), self.counters  # type: ignore[arg-type]
+            worker,
+            self.slots,
+            Limits(**(options | limits)),  # type: ignore[arg-type]
+            self.counters,
         )
         self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, OutputChunk] = {}
@@ -113,7 +120,9 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _prompts(count: int, rng: random.Random, shared: int = 0) -> list[list[int]]:
     head = [rng.randrange(1, VOCAB) for _ in range(shared)]
-    return [head + [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(count)]
+    return [
+        head + [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize("drafter", ["none", "random", "oracle"])
@@ -232,7 +241,9 @@ def test_stop_in_the_middle_of_an_accepted_block_ends_there() -> None:
         assert end.spec.emitted == p, "tokens after the stop are not counted"
         assert sum(end.spec.histogram) == end.spec.verify_ct
         assert sum(i * n for i, n in enumerate(end.spec.histogram)) == end.spec.accepted
-    inside = [p for p in cuts if rig.ends[str(p)].spec.accepted + rig.ends[str(p)].spec.verify_ct != p]
+    inside = [
+        p for p in cuts if rig.ends[str(p)].spec.accepted + rig.ends[str(p)].spec.verify_ct != p
+    ]
     assert inside, "no stop fell inside a block"
 
 
@@ -240,7 +251,9 @@ def test_stop_in_the_middle_of_an_accepted_block_ends_there() -> None:
 def test_minimum_length_holds_back_the_end(drafter: str) -> None:
     rig = Rig(drafter=drafter, spread=2.0)
     for i in range(40):
-        rig.submit(str(i), [i + 1, 9], max_new_tokens=60, min_new_tokens=20, temperature=1.0, seed=i)
+        rig.submit(
+            str(i), [i + 1, 9], max_new_tokens=60, min_new_tokens=20, temperature=1.0, seed=i
+        )
     rig.run()
     for i in range(40):
         params = SamplingParams(temperature=1.0, seed=i, max_new_tokens=60, min_new_tokens=20)
@@ -292,9 +305,7 @@ def test_a_soak_of_everything_gives_every_slot_back(page: int) -> None:
     assert len(rig.ends) == 500
     assert rig.counters.retracted > 0
     full = [rid for rid, end in rig.ends.items() if end.finish.status == 503]
-    assert set(aborted) == {
-        rid for rid, end in rig.ends.items() if end.finish.message == "Aborted"
-    }
+    assert set(aborted) == {rid for rid, end in rig.ends.items() if end.finish.message == "Aborted"}
     for rid, end in rig.ends.items():
         given = dict(params[rid])
         prompt = given.pop("prompt")
