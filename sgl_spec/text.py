@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -154,6 +155,26 @@ class _Pieces:
 @functools.lru_cache(maxsize=8)
 def _pieces(tokenizer: Tokenizer, skip_special_tokens: bool) -> _Pieces:
     return _Pieces(tokenizer, skip_special_tokens)
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """The directory's tokenizer.json, without the padding and truncation that it may ask for.
+
+    `ConfigError` if it is missing, broken, or has a decoder that `check_tokenizer` refuses.
+    """
+    file = Path(directory) / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"{directory} has no tokenizer.json; name a directory that has with --tokenizer-path."
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises the bare class
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    check_tokenizer(tokenizer)
+    return tokenizer
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
