@@ -1,0 +1,40 @@
+"""RMSNorm and rotary embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension. weight: [x.shape[-1]]."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryRows:
+    """Rotation of T rows. cos, sin: [T, 1, head_dim]; the first half of sin is negated."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotary_rows(
+    positions: Tensor, inv_freq: Tensor, attention_factor: float, dtype: torch.dtype
+) -> RotaryRows:
+    """cos and sin at `positions` [T], any position. inv_freq: [head_dim / 2] float32."""
+    angles = positions[:, None].float() * inv_freq  # [T, head_dim / 2]
+    cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+    return RotaryRows(
+        cos=torch.cat((cos, cos), dim=-1).to(dtype)[:, None],
+        sin=torch.cat((-sin, sin), dim=-1).to(dtype)[:, None],
+    )
+
+
+def rotate(x: Tensor, rotary: RotaryRows) -> Tensor:
+    """Rotate pairs (i, i + head_dim / 2) of every head. x: [T, heads, head_dim]."""
+    swapped = x.roll(x.shape[-1] // 2, -1)
+    return torch.addcmul(x * rotary.cos, swapped, rotary.sin)
