@@ -8,7 +8,7 @@ JSON null means "not given" everywhere except inside lists. No value is ever con
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import msgspec
@@ -45,7 +45,7 @@ class Ignore(msgspec.Struct, frozen=True):
 
 
 Rule = Use | Refuse | Ignore
-Table = Mapping[str, Rule]
+Table = dict[str, Rule]
 
 
 def is_integer(value: object) -> bool:

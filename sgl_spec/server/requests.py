@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from sgl_spec.errors import InvalidRequestError
 from sgl_spec.request import SEED_BITS, SamplingParams, TokenizedRequest
 from sgl_spec.server.fields import preview
 from sgl_spec.server.model_info import ModelInfo
+from sgl_spec.server.tokenizer import ServerTokenizer
 
 MAX_CHOICES = 128
 MAX_REQUESTS_PER_CALL = 4096
@@ -30,10 +31,12 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     sampling: fields of `SamplingParams`; "max_new_tokens" None means all the context left.
     names: what this route calls those fields where it has another name, for messages.
-    where: the prompt's field.
+    where: the prompt's field. add_special_tokens: whether the tokenizer adds the special tokens
+    of a raw prompt (a chat template has written its own).
     """
 
     prompt: str | list[int]
+    add_special_tokens: bool = True
     where: str
     n: int
     sampling: dict[str, Any]
@@ -50,6 +53,15 @@ class Made(msgspec.Struct, frozen=True):
     requests: list[TokenizedRequest]
     prompt_of: list[int]
     group: str | None
+
+
+async def encode(tokenizer: ServerTokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Text to ids; long texts leave the event loop to others meanwhile."""
+    if len(text) > INLINE_CHARS:
+        return await asyncio.to_thread(
+            tokenizer.encode, text, add_special_tokens=add_special_tokens
+        )
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def derive_seed(seed: int, choice: int) -> int:
@@ -69,15 +81,14 @@ def derive_seed(seed: int, choice: int) -> int:
 class RequestMaker:
     """Makes engine requests for one loaded model.
 
-    encode: text to ids. truncate: --allow-auto-truncate. seed: where the seeds of requests that
-    bring none come from.
+    truncate: --allow-auto-truncate. seed: where the seeds of requests that bring none come from.
     """
 
     def __init__(
-        self, info: ModelInfo, encode: Callable[[str], list[int]], *, truncate: bool, seed: int
+        self, info: ModelInfo, tokenizer: ServerTokenizer, *, truncate: bool, seed: int
     ) -> None:
         self._info = info
-        self._encode = encode
+        self._tokenizer = tokenizer
         self._truncate = truncate
         self._random = random.Random(seed)
 
@@ -88,7 +99,7 @@ class RequestMaker:
         names, group = name_requests(rid, [item.n for item in asked])
         made = Made([], [], group)
         for index, item in enumerate(asked):
-            ids = await self.tokens(item.prompt, item.where)
+            ids = await self.tokens(item)
             ids, sampling = self._fit(ids, item)
             assert sampling.seed is not None
             for choice in range(item.n):
@@ -105,17 +116,15 @@ class RequestMaker:
                 made.prompt_of.append(index)
         return made
 
-    async def tokens(self, prompt: str | list[int], where: str) -> list[int]:
+    async def tokens(self, item: Asked) -> list[int]:
         """The prompt's ids, at least one, all within the vocabulary."""
-        if isinstance(prompt, str) and len(prompt) > INLINE_CHARS:
-            ids = await asyncio.to_thread(self._encode, prompt)
-        elif isinstance(prompt, str):
-            ids = self._encode(prompt) if prompt else []
+        if isinstance(item.prompt, str):
+            ids = await encode(self._tokenizer, item.prompt, item.add_special_tokens)
         else:
-            ids = prompt
-            check_ids(ids, where, self._info.vocab_size)
-        if not ids:
-            raise InvalidRequestError(f"{where} cannot be empty.", param=where)
+            ids = item.prompt
+            check_ids(ids, item.where, self._info.vocab_size)
+        if not ids or not item.prompt:
+            raise InvalidRequestError(f"{item.where} cannot be empty.", param=item.where)
         return ids
 
     def _fit(self, ids: list[int], item: Asked) -> tuple[list[int], SamplingParams]:

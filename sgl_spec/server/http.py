@@ -1,0 +1,225 @@
+"""HTTP without policy: bodies in, JSON and event streams out, errors in their route's shape."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import orjson
+from fastapi import Request
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sgl_spec.errors import (
+    InvalidRequestError,
+    PayloadTooLargeError,
+    SglSpecError,
+    UnauthorizedError,
+    UnsupportedMediaTypeError,
+)
+from sgl_spec.server.frontend import ClientGone, Frontend, Ticket
+from sgl_spec.server.output import Output, failure_of
+from sgl_spec.server.requests import Made
+
+MAX_BODY_BYTES = 8 * 2**20
+# A body over the limit is read to this size and dropped, so that its sender gets to see the 413.
+MAX_DROPPED_BYTES = 64 * 2**20
+DONE = b"data: [DONE]\n\n"
+OPEN_PATHS = ("/health", "/metrics")
+CLIENT_GONE_STATUS = 499
+
+
+class Json(Response):
+    """A JSON reply."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Value to bytes."""
+        return orjson.dumps(content)
+
+
+def error_body(path: str, status: int, kind: str, message: str, param: str | None) -> Any:
+    """An error as OpenAI routes show it (flat), or as the native routes do (under "error")."""
+    flat = {"object": "error", "message": message, "type": kind, "param": param, "code": status}
+    return flat if path.startswith("/v1/") else {"error": flat}
+
+
+def error_reply(path: str, error: SglSpecError) -> Response:
+    """The reply for an error met before anything was sent."""
+    body = error_body(path, error.status, error.type, error.message, error.param)
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+    return Json(body, error.status, headers)
+
+
+async def read_json(request: Request) -> Any:
+    """The request body as JSON. Refuses bodies that are too large, of another type, or not JSON."""
+    if request.url.path.startswith("/v1/"):
+        _check_content_type(request)
+    body = await _read_body(request)
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"The request body is not valid JSON: {error}.") from None
+
+
+def _check_content_type(request: Request) -> None:
+    declared = request.headers.get("content-type", "")
+    if declared.partition(";")[0].strip().lower() != "application/json":
+        raise UnsupportedMediaTypeError(
+            f"Content-Type must be application/json, got {declared or 'none'}."
+        )
+
+
+async def _read_body(request: Request) -> bytes:
+    body = bytearray()
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= MAX_BODY_BYTES:
+            body += part
+        elif size > MAX_DROPPED_BYTES:
+            break
+    if size > MAX_BODY_BYTES:
+        raise PayloadTooLargeError(
+            f"The request body is larger than {MAX_BODY_BYTES} bytes, the most this server reads."
+        )
+    return bytes(body)
+
+
+class Replies(Protocol):
+    """How a route words what its requests give."""
+
+    def whole(self, outputs: Sequence[Output]) -> Any:
+        """The body of a reply that is no stream."""
+
+    def events(self, output: Output, index: int, new: str, ids: list[int]) -> Iterable[Any]:
+        """The events of one update: `new` text and `ids` were added to `output`."""
+
+    def last(self, outputs: Sequence[Output]) -> Iterable[Any]:
+        """The events after all outputs have ended."""
+
+
+class Run:
+    """One call: its requests, their outputs, and the words for them."""
+
+    def __init__(
+        self, frontend: Frontend, made: Made, outputs: Sequence[Output], replies: Replies
+    ) -> None:
+        self.frontend = frontend
+        self.made = made
+        self.outputs = outputs
+        self.replies = replies
+
+    def open(self) -> Ticket:
+        """Send the requests to the engine."""
+        return self.frontend.open(self.made.requests, self.made.group)
+
+    async def whole(self, request: Request) -> Response:
+        """Wait for all outputs and reply at once."""
+        async with self.open() as ticket:
+            ticket.watch(request.receive)
+            try:
+                while updates := await ticket.updates():
+                    for update in updates:
+                        self.outputs[update.index].feed(update)
+                        _raise_failure(self.outputs[update.index])
+            except ClientGone:
+                return Response(status_code=CLIENT_GONE_STATUS)
+        return Json(self.replies.whole(self.outputs))
+
+    async def next_events(self, ticket: Ticket) -> bytes:
+        """The next events of a stream. Raises the error that ended a request."""
+        parts: list[Any] = []
+        for update in await ticket.updates():
+            output = self.outputs[update.index]
+            new = output.feed(update)
+            _raise_failure(output)
+            parts += self.replies.events(output, update.index, new, update.ids)
+        if ticket.finished:
+            parts += self.replies.last(self.outputs)
+        return b"".join(map(event, parts))
+
+
+def _raise_failure(output: Output) -> None:
+    failure = failure_of(output.finish)
+    if failure is not None:
+        raise failure
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+class EventStream(Response):
+    """A run as server-sent events.
+
+    The status line waits for the first event, so that a request refused by the engine still gets
+    its own status; an error after that travels as an event. The stream always ends with [DONE].
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run and send until the end, or until the client is gone."""
+        path = scope["path"]
+        started = False
+        try:
+            async with self._run.open() as ticket:
+                ticket.watch(receive)
+                while not ticket.finished:
+                    body = await self._run.next_events(ticket)
+                    if not started:
+                        await send(self._start())
+                        started = True
+                    await _send_part(send, body)
+        except ClientGone:
+            return
+        except SglSpecError as error:
+            if not started:
+                await error_reply(path, error)(scope, receive, send)
+                return
+            await _send_part(send, event(_stream_error(error)))
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    def _start(self) -> dict[str, Any]:
+        return {
+            "type": "http.response.start",
+            "status": self.status_code,
+            "headers": self.raw_headers,
+        }
+
+
+async def _send_part(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _stream_error(error: SglSpecError) -> Any:
+    """Clients of both kinds of route look for "error" in an event."""
+    return error_body("", error.status, error.type, error.message, error.param)
+
+
+class ApiKey:
+    """ASGI middleware: every path but /health and /metrics needs `Authorization: Bearer KEY`."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or reply 401."""
+        if scope["type"] == "http" and not scope["path"].startswith(OPEN_PATHS):
+            given = Headers(scope=scope).get("authorization", "").encode()
+            if not hmac.compare_digest(given, self._expected):
+                error = UnauthorizedError("Unauthorized: the API key is missing or wrong.")
+                await error_reply(scope["path"], error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

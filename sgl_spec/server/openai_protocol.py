@@ -1,0 +1,263 @@
+"""What /v1/completions and /v1/chat/completions accept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from sgl_spec.errors import InvalidRequestError, NotFoundError
+from sgl_spec.server.fields import (
+    BOOLEAN,
+    INTEGER,
+    LIST,
+    OBJECT,
+    PROMPTS,
+    STRING,
+    STRINGS,
+    Ignore,
+    Kind,
+    Refuse,
+    Table,
+    Use,
+    preview,
+    read_object,
+    refuse,
+)
+from sgl_spec.server.requests import Asked, check_choices
+from sgl_spec.server.sampling import OPENAI, SamplingDefaults, sampling_of
+
+# Known to both routes beside the sampling fields.
+_SHARED: Table = OPENAI | {
+    "model": Use(STRING),
+    "stream": Use(BOOLEAN, False),
+    "stream_options": Use(OBJECT),
+    "response_format": Refuse(({"type": "text"},)),
+    "lora_path": Refuse(),
+    "session_params": Refuse(({},)),
+    "extra_key": Refuse(),
+    "cache_salt": Refuse(),
+    "bootstrap_host": Refuse(),
+    "bootstrap_port": Refuse(),
+    "bootstrap_room": Refuse(),
+    "data_parallel_rank": Refuse((0,)),
+    "return_hidden_states": Refuse((False,)),
+    "return_routed_experts": Refuse((False,)),
+    "return_cached_tokens_details": Refuse((False,)),
+    "return_spec_tokens_details": Refuse((False,)),
+    "return_token_ids": Refuse((False,)),
+    "return_meta_info": Refuse((False,)),
+    # Accounting, routing and order of service; never the text.
+    "user": Ignore(),
+    "metadata": Ignore(),
+    "store": Ignore(),
+    "service_tier": Ignore(),
+    "safety_identifier": Ignore(),
+    "prompt_cache_key": Ignore(),
+    "prompt_cache_retention": Ignore(),
+    "priority": Ignore(),
+    "log_metrics": Ignore(),
+    "custom_labels": Ignore(),
+}
+COMPLETIONS: Table = _SHARED | {
+    "prompt": Use(PROMPTS),
+    "max_tokens": Use(INTEGER, 16, target="max_new_tokens"),
+    "echo": Use(BOOLEAN, False),
+    "rid": Use(STRINGS),
+    "logprobs": Refuse(),
+    "suffix": Refuse(("",)),
+    "best_of": Refuse((1,)),
+}
+CHAT: Table = _SHARED | {
+    "messages": Use(LIST),
+    "max_tokens": Use(INTEGER, target="max_new_tokens"),
+    "max_completion_tokens": Use(INTEGER, target="max_new_tokens"),
+    "continue_final_message": Use(BOOLEAN, False),
+    "add_generation_prompt": Use(BOOLEAN),
+    "chat_template_kwargs": Use(OBJECT),
+    "rid": Use(STRING),
+    "logprobs": Refuse((False,)),
+    "top_logprobs": Refuse((0,)),
+    "tools": Refuse(([],)),
+    "tool_choice": Refuse(("none", "auto")),
+    "functions": Refuse(([],)),
+    "function_call": Refuse(("none", "auto")),
+    "audio": Refuse(),
+    "modalities": Refuse((["text"],)),
+    "web_search_options": Refuse(),
+    "reasoning_effort": Refuse(("none",)),
+    "verbosity": Refuse(("medium",)),
+    # Read only together with tools, or with reasoning that a parser has found; there is neither.
+    "parallel_tool_calls": Ignore(),
+    "separate_reasoning": Ignore(),
+    "stream_reasoning": Ignore(),
+    # A guess at the text, which may make it come faster but cannot change it.
+    "prediction": Ignore(),
+}
+STREAM_OPTIONS: Table = {
+    "include_usage": Use(BOOLEAN, False),
+    "continuous_usage_stats": Use(BOOLEAN, False),
+    "include_obfuscation": Ignore(),
+}
+CONTENT = Kind("a string or a list of content parts", lambda v: isinstance(v, (str, list)))
+MESSAGE: Table = {
+    "role": Use(STRING),
+    "content": Use(CONTENT),
+    "name": Use(STRING),
+    "reasoning_content": Use(STRING),
+    "tool_calls": Refuse(([],)),
+    "tool_call_id": Refuse(),
+    "function_call": Refuse(),
+    "audio": Refuse(),
+    "refusal": Refuse(("",)),
+    "annotations": Ignore(),
+}
+# Parameters of the tokenizer's own method; the template must not be given them a second time.
+RESERVED_KWARGS = (
+    *("self", "messages", "tools", "documents"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+# Templates know no "developer"; OpenAI's models read it as they read "system".
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+class OpenAICall(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked body of either OpenAI route.
+
+    echo: prompts to repeat in front of each completion's text; None without echo.
+    """
+
+    asked: list[Asked]
+    rid: str | list[str] | None
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    echo: list[str] | None = None
+
+
+class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """What the chat template turns into a prompt.
+
+    template_kwargs: variables of the template. continue_final: the last message is the beginning
+    of the answer. generation_prompt: end with the header of the assistant's turn; None means unless
+    the last message is continued.
+    """
+
+    messages: list[dict[str, Any]]
+    template_kwargs: dict[str, Any]
+    continue_final: bool
+    generation_prompt: bool | None
+
+
+def check_model(name: str | None, served: tuple[str, ...]) -> None:
+    """Raise `NotFoundError` for a model that is not served here."""
+    if name is not None and name not in served:
+        raise NotFoundError(
+            f"The model {preview(name)} does not exist here; model may be "
+            f"{' or '.join(map(preview, served))}.",
+            param="model",
+        )
+
+
+def read_completions(
+    body: object,
+    defaults: SamplingDefaults,
+    served: tuple[str, ...],
+    decode: Callable[[list[int]], str],
+) -> OpenAICall:
+    """Check a /v1/completions body. decode: ids to text, for `echo` of an id prompt."""
+    fields = defaults.fill(read_object(body, COMPLETIONS))
+    check_model(fields["model"], served)
+    prompt = fields["prompt"]
+    if not prompt:
+        problem = "is required" if prompt is None else "cannot be empty"
+        raise InvalidRequestError(f"prompt {problem}.", param="prompt")
+    batch = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    prompts = prompt if batch else [prompt]
+    asked = [
+        _ask(one, f"prompt[{i}]" if batch else "prompt", fields, "max_tokens")
+        for i, one in enumerate(prompts)
+    ]
+    echo = [one if isinstance(one, str) else decode(one) for one in prompts]
+    return _call(fields, asked, echo if fields["echo"] else None)
+
+
+def read_chat(
+    body: object,
+    defaults: SamplingDefaults,
+    served: tuple[str, ...],
+    render: Callable[[ChatPrompt], str],
+) -> OpenAICall:
+    """Check a /v1/chat/completions body. render: chat to prompt text."""
+    fields = defaults.fill(read_object(body, CHAT))
+    check_model(fields["model"], served)
+    text = render(_chat_prompt(fields))
+    sent = isinstance(body, dict) and body.get("max_completion_tokens") is not None
+    asked = _ask(text, "messages", fields, "max_completion_tokens" if sent else "max_tokens")
+    return _call(fields, [msgspec.structs.replace(asked, add_special_tokens=False)], None)
+
+
+def _ask(prompt: str | list[int], where: str, fields: dict[str, Any], budget: str) -> Asked:
+    check_choices(fields["n"], "n")
+    return Asked(
+        prompt=prompt,
+        where=where,
+        n=fields["n"],
+        sampling=sampling_of(fields),
+        names={"max_new_tokens": budget, "min_new_tokens": "min_tokens"},
+    )
+
+
+def _call(fields: dict[str, Any], asked: list[Asked], echo: list[str] | None) -> OpenAICall:
+    if fields["stream_options"] is not None and not fields["stream"]:
+        raise InvalidRequestError(
+            "stream_options is only allowed when stream is true.", param="stream_options"
+        )
+    options = read_object(fields["stream_options"] or {}, STREAM_OPTIONS, "stream_options")
+    return OpenAICall(
+        asked=asked,
+        rid=fields["rid"],
+        stream=fields["stream"],
+        include_usage=options["include_usage"],
+        continuous_usage=options["continuous_usage_stats"],
+        echo=echo,
+    )
+
+
+def _chat_prompt(fields: dict[str, Any]) -> ChatPrompt:
+    if not fields["messages"]:
+        problem = "is required" if fields["messages"] is None else "cannot be empty"
+        raise InvalidRequestError(f"messages {problem}.", param="messages")
+    messages = [_message(m, f"messages[{i}]") for i, m in enumerate(fields["messages"])]
+    continues = fields["continue_final_message"]
+    if continues and messages[-1]["role"] != "assistant":
+        raise InvalidRequestError(
+            'continue_final_message needs a last message of role "assistant", got '
+            f"{preview(messages[-1]['role'])}.",
+            param="continue_final_message",
+        )
+    kwargs = fields["chat_template_kwargs"] or {}
+    for name in RESERVED_KWARGS:
+        if name in kwargs:
+            raise InvalidRequestError(
+                f"chat_template_kwargs cannot set {name!r}.", param="chat_template_kwargs"
+            )
+    return ChatPrompt(
+        messages=messages,
+        template_kwargs=kwargs,
+        continue_final=continues,
+        generation_prompt=fields["add_generation_prompt"],
+    )
+
+
+def _message(value: Any, where: str) -> dict[str, Any]:
+    fields = read_object(value, MESSAGE, where)
+    role, content = fields["role"], fields["content"]
+    if role not in ROLES:
+        refuse(f"{where}.role", " or ".join(map(preview, ROLES)), role)
+    if content is None:
+        refuse(f"{where}.content", CONTENT.allowed, None)
+    message = {"role": ROLES[role], "content": content}
+    extra = {name: fields[name] for name in ("name", "reasoning_content")}
+    return message | {name: value for name, value in extra.items() if value is not None}

@@ -1,0 +1,171 @@
+"""How /v1/completions and /v1/chat/completions word their answers."""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sgl_spec.server.openai_protocol import OpenAICall
+from sgl_spec.server.output import Output
+from sgl_spec.server.requests import Made
+
+
+class OpenAIReplies(abc.ABC):
+    """What both routes share: the envelope, usage, and the order of a stream's events.
+
+    model: the name shown. cache_report: whether usage tells cached prompt tokens
+    (--enable-cache-report). Beyond OpenAI's fields, a finished choice tells `matched_stop` (the
+    stop string or token id) and `seed` (which repeats this very choice when sent with n = 1).
+    """
+
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, call: OpenAICall, made: Made, model: str, *, cache_report: bool) -> None:
+        self._call = call
+        self._prompt_of = made.prompt_of
+        self._id = made.group or made.requests[0].rid
+        self._model = model
+        self._cache_report = cache_report
+        self._created = int(time.time())
+        self._begun: set[int] = set()
+
+    def whole(self, outputs: Sequence[Output]) -> Any:
+        """The body of a reply that is no stream."""
+        choices = [
+            {"index": index, **self.content(output, index), **_ending(output)}
+            for index, output in enumerate(outputs)
+        ]
+        return self._envelope(self.kind, choices) | {"usage": self._usage(outputs)}
+
+    def events(self, output: Output, index: int, new: str, ids: list[int]) -> Iterable[Any]:
+        """The events of one update."""
+        parts = [] if index in self._begun else self.opening(index)
+        self._begun.add(index)
+        if new:
+            parts.append(self.delta(new))
+        choices = [{"index": index, **part, **_OPEN} for part in parts]
+        if output.finish is not None:
+            choices.append({"index": index, **self.closing(), **_ending(output)})
+        counted = [output] if self._call.continuous_usage else None
+        return [self._event([choice], counted) for choice in choices]
+
+    def last(self, outputs: Sequence[Output]) -> Iterable[Any]:
+        """The usage event, when asked for."""
+        return [self._event([], outputs)] if self._call.include_usage else []
+
+    @abc.abstractmethod
+    def content(self, output: Output, index: int) -> dict[str, Any]:
+        """The text of a whole choice."""
+
+    @abc.abstractmethod
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """What a streamed choice starts with."""
+
+    @abc.abstractmethod
+    def delta(self, text: str) -> dict[str, Any]:
+        """New text of a streamed choice."""
+
+    @abc.abstractmethod
+    def closing(self) -> dict[str, Any]:
+        """What stands beside the finish reason of a streamed choice."""
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _event(
+        self, choices: list[dict[str, Any]], counted: Sequence[Output] | None
+    ) -> dict[str, Any]:
+        event = self._envelope(self.chunk_kind, choices)
+        if self._call.include_usage or self._call.continuous_usage:
+            event["usage"] = None if counted is None else self._usage(counted)
+        return event
+
+    def _usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Token counts; a prompt with several choices counts once."""
+        chunks = [output.chunk for output in outputs if output.chunk is not None]
+        firsts = [
+            chunk
+            for i, chunk in enumerate(chunks)
+            if i == 0 or self._prompt_of[i] != self._prompt_of[i - 1]
+        ]
+        prompt = sum(chunk.prompt_tokens for chunk in firsts)
+        completion = sum(chunk.completion_tokens for chunk in chunks)
+        cached = sum(chunk.cached_tokens for chunk in firsts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached} if self._cache_report else None,
+        }
+
+
+_OPEN = {"logprobs": None, "finish_reason": None, "matched_stop": None}
+
+
+def _ending(output: Output) -> dict[str, Any]:
+    assert output.finish is not None
+    return {
+        "logprobs": None,
+        "finish_reason": output.finish.kind,
+        "matched_stop": output.finish.matched,
+        "seed": output.request.sampling.seed,
+    }
+
+
+class CompletionReplies(OpenAIReplies):
+    """/v1/completions: plain text, after the prompt if it is to be echoed."""
+
+    kind = chunk_kind = "text_completion"
+
+    def content(self, output: Output, index: int) -> dict[str, Any]:
+        """The text of a whole choice."""
+        return {"text": self._echo(index) + output.text}
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """The echoed prompt."""
+        echo = self._echo(index)
+        return [{"text": echo}] if echo else []
+
+    def delta(self, text: str) -> dict[str, Any]:
+        """New text."""
+        return {"text": text}
+
+    def closing(self) -> dict[str, Any]:
+        """No text."""
+        return {"text": ""}
+
+    def _echo(self, index: int) -> str:
+        return "" if self._call.echo is None else self._call.echo[self._prompt_of[index]]
+
+
+class ChatReplies(OpenAIReplies):
+    """/v1/chat/completions: one assistant message per choice."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def content(self, output: Output, index: int) -> dict[str, Any]:
+        """The whole message."""
+        message = {"role": "assistant", "content": output.text, "tool_calls": None}
+        return {"message": message}
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """The role."""
+        return [{"delta": {"role": "assistant", "content": ""}}]
+
+    def delta(self, text: str) -> dict[str, Any]:
+        """New text."""
+        return {"delta": {"content": text}}
+
+    def closing(self) -> dict[str, Any]:
+        """Nothing."""
+        return {"delta": {}}

@@ -1,0 +1,186 @@
+"""The native routes: what /generate and its small neighbours accept, and how they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from sgl_spec.errors import InvalidRequestError
+from sgl_spec.server.fields import (
+    BOOLEAN,
+    ID_LISTS,
+    OBJECTS,
+    STRING,
+    STRINGS,
+    Ignore,
+    Refuse,
+    Table,
+    Use,
+    read_object,
+)
+from sgl_spec.server.output import Output
+from sgl_spec.server.requests import Asked, check_choices
+from sgl_spec.server.sampling import NATIVE, sampling_of
+
+GENERATE: Table = {
+    "text": Use(STRINGS),
+    "input_ids": Use(ID_LISTS),
+    "sampling_params": Use(OBJECTS),
+    "rid": Use(STRINGS),
+    "stream": Use(BOOLEAN, False),
+    "return_prompt_token_ids": Use(BOOLEAN, False),
+    "return_logprob": Refuse((False,)),
+    "top_logprobs_num": Refuse((0,)),
+    "token_ids_logprob": Refuse(([],)),
+    "return_hidden_states": Refuse((False,)),
+    "return_routed_experts": Refuse((False,)),
+    "return_entropy": Refuse((False,)),
+    "return_bytes": Refuse((False,)),
+    "input_embeds": Refuse(),
+    "image_data": Refuse(([],)),
+    "video_data": Refuse(([],)),
+    "audio_data": Refuse(([],)),
+    "modalities": Refuse(([],)),
+    "lora_path": Refuse(),
+    "lora_id": Refuse(),
+    "session_id": Refuse(),
+    "session_params": Refuse(({},)),
+    "custom_logit_processor": Refuse(),
+    "extra_key": Refuse(),
+    "cache_salt": Refuse(),
+    "bootstrap_host": Refuse(),
+    "bootstrap_port": Refuse(),
+    "bootstrap_room": Refuse(),
+    "data_parallel_rank": Refuse((0,)),
+    # Only read together with log-probabilities, which are refused above.
+    "logprob_start_len": Ignore(),
+    "return_text_in_logprobs": Ignore(),
+    # Order of service and logging; never the text.
+    "priority": Ignore(),
+    "log_metrics": Ignore(),
+    "no_logs": Ignore(),
+    "conversation_id": Ignore(),
+    "custom_labels": Ignore(),
+}
+ABORT: Table = {"rid": Use(STRING, ""), "abort_all": Use(BOOLEAN, False)}
+TOKENIZE: Table = {
+    "model": Ignore(),
+    "prompt": Use(STRINGS),
+    "add_special_tokens": Use(BOOLEAN, True),
+}
+DETOKENIZE: Table = {
+    "model": Ignore(),
+    "tokens": Use(ID_LISTS),
+    "skip_special_tokens": Use(BOOLEAN, True),
+}
+
+
+class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked /generate body. batch: answer with a list, and with "index" in streams."""
+
+    asked: list[Asked]
+    rid: str | list[str] | None
+    stream: bool
+    batch: bool
+    prompt_ids: bool
+
+
+def read_generate(body: object) -> GenerateCall:
+    """Check a /generate body; raises `InvalidRequestError` naming the field."""
+    fields = read_object(body, GENERATE)
+    where, prompts, batch = _prompts(fields)
+    asked = [
+        _ask(prompt, f"{where}[{i}]" if batch else where, sampling)
+        for i, (prompt, sampling) in enumerate(
+            zip(prompts, _samplings(fields["sampling_params"], len(prompts), batch), strict=True)
+        )
+    ]
+    several = batch or any(item.n > 1 for item in asked)
+    rid = fields["rid"]
+    if isinstance(rid, list) and not several:
+        raise InvalidRequestError(
+            "rid must be a string for a single prompt, got a list.", param="rid"
+        )
+    return GenerateCall(
+        asked=asked,
+        rid=rid,
+        stream=fields["stream"],
+        batch=several,
+        prompt_ids=fields["return_prompt_token_ids"],
+    )
+
+
+def _prompts(fields: dict[str, Any]) -> tuple[str, list[Any], bool]:
+    text, ids = fields["text"], fields["input_ids"]
+    if text is None and ids is None:
+        raise InvalidRequestError("Either text or input_ids should be provided.", param="text")
+    if text is not None and ids is not None:
+        raise InvalidRequestError(
+            "text and input_ids cannot both be given; send one of them.", param="input_ids"
+        )
+    where, value = ("text", text) if ids is None else ("input_ids", ids)
+    if not value:
+        raise InvalidRequestError(f"{where} cannot be empty.", param=where)
+    batch = isinstance(value, list) and not isinstance(value[0], int)
+    return where, value if batch else [value], batch
+
+
+def _samplings(value: Any, count: int, batch: bool) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        return [read_object(value or {}, NATIVE, "sampling_params")] * count
+    if not batch or len(value) != count:
+        raise InvalidRequestError(
+            "sampling_params must be one object, or a list with one per prompt of a batch; got "
+            f"{len(value)} for {count} prompt{'s' * (count > 1)}.",
+            param="sampling_params",
+        )
+    return [read_object(item, NATIVE, f"sampling_params[{i}]") for i, item in enumerate(value)]
+
+
+def _ask(prompt: str | list[int], where: str, sampling: dict[str, Any]) -> Asked:
+    check_choices(sampling["n"], "n")
+    return Asked(prompt=prompt, where=where, n=sampling["n"], sampling=sampling_of(sampling))
+
+
+class GenerateReplies:
+    """How /generate words its answers.
+
+    incremental: streams carry new text and ids only, not all so far
+    (--incremental-streaming-output). speculating: whether finished requests report spec_* keys.
+    """
+
+    def __init__(self, call: GenerateCall, *, incremental: bool, speculating: bool) -> None:
+        self._call = call
+        self._incremental = incremental
+        self._speculating = speculating
+
+    def whole(self, outputs: Sequence[Output]) -> Any:
+        """The body of a reply that is no stream."""
+        replies = [self._reply(output, output.text, output.ids) for output in outputs]
+        return replies if self._call.batch else replies[0]
+
+    def events(self, output: Output, index: int, new: str, ids: list[int]) -> Iterable[Any]:
+        """The events of one update."""
+        if self._incremental:
+            event = self._reply(output, new, ids)
+        else:
+            event = self._reply(output, output.text, output.ids)
+        if self._call.batch:
+            event["index"] = index
+        return (event,)
+
+    def last(self, outputs: Sequence[Output]) -> Iterable[Any]:
+        """The events after all outputs have ended."""
+        return ()
+
+    def _reply(self, output: Output, text: str, ids: list[int]) -> dict[str, Any]:
+        reply = {
+            "text": text,
+            "output_ids": ids,
+            "meta_info": output.meta_info(speculating=self._speculating),
+        }
+        if self._call.prompt_ids:
+            reply["prompt_token_ids"] = output.request.input_ids
+        return reply
