@@ -160,7 +160,6 @@ class ServerArgs:
         group="server",
         choices=("debug", "info", "warning", "error", "critical"),
         spellings={"warn": "warning"},
-        normalize=str.lower,
     )
     decode_log_interval: int = option(
         40, help="Decode rounds between two log lines.", group="server", check=at_least(1)
@@ -252,7 +251,6 @@ class ServerArgs:
         help="Which continuations NGRAM takes: recent ones breadth first, or probable ones.",
         group="speculation",
         choices=("BFS", "PROB"),
-        spellings={"bfs": "BFS", "prob": "PROB"},
     )
     speculative_ngram_capacity: int = option(
         10_000_000,

@@ -50,7 +50,7 @@ class Option:
     group: str
     aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
-    spellings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    spellings: dict[str, str] = dataclasses.field(default_factory=dict)
     normalize: Callable[[str], str | None] | None = None
     check: Check | None = None
     unset: str = ""
@@ -62,9 +62,9 @@ def option(
 ) -> Any:
     """A dataclass field that is a command-line option; no default makes it required.
 
-    aliases: other flags with the same meaning. choices: the values allowed. spellings: other words
-    for a choice. normalize: brings a string into its one form. check: the range. unset: what None
-    means. secret: the value stays out of `repr`.
+    aliases: other flags with the same meaning. choices: the values allowed, in any case of
+    letters. spellings: other words for a choice, in lower case. normalize: brings a string into
+    its one form. check: the range. unset: what None means. secret: the value stays out of `repr`.
     """
     described = Option(help=help, group=group, **rest)
     return dataclasses.field(default=default, repr=not secret, metadata={"option": described})
@@ -139,15 +139,16 @@ def convert(opt: Declared, value: object) -> Any:
         return None
     typed = _typed(opt, value)
     if isinstance(typed, str):
-        typed = opt.about.spellings.get(typed.lower(), typed)
+        words = {choice.lower(): choice for choice in opt.about.choices} | opt.about.spellings
+        typed = words.get(typed.lower(), typed)
         if opt.about.normalize is not None:
             typed = opt.about.normalize(typed)
     if typed is None:
         return None
     if opt.about.choices and typed not in opt.about.choices:
-        refuse(opt, value, near(str(typed), opt.about.choices))
+        refuse(opt, typed, near(str(typed), opt.about.choices))
     if opt.about.check is not None and not opt.about.check.ok(typed):
-        refuse(opt, value)
+        refuse(opt, typed)
     return typed
 
 
@@ -170,7 +171,7 @@ def near(word: str, known: Iterable[str]) -> str:
     """` (did you mean X?)`, or nothing when no known word is close."""
     pool = list(known)
     longer = [entry for entry in pool if entry.startswith(word)]
-    match = difflib.get_close_matches(word, pool, n=1, cutoff=0.6) or longer[:1]
+    match = difflib.get_close_matches(word, pool, n=1, cutoff=0.7) or longer[:1]
     return f" (did you mean {match[0]}?)" if match else ""
 
 

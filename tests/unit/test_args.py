@@ -1,0 +1,393 @@
+"""Options: the declaration against --help and docs/flags.md, and what is refused in which words."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_spec.args import ResolvedArgs, ServerArgs, flags_page
+from sgl_spec.contradictions import ABSENT_DRAFTERS
+from sgl_spec.errors import ConfigError
+from sgl_spec.options import build_parser, declared
+from sgl_spec.sglang_flags import FOREIGN_ALIASES, FOREIGN_FLAGS
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = declared(ServerArgs)
+NGRAM = ["--speculative-algorithm", "NGRAM"]
+
+
+def parse(*argv: str) -> ResolvedArgs:
+    return ServerArgs.from_cli(["--model-path", "smollm2", *argv]).resolve()
+
+
+# --- the declaration ---------------------------------------------------------------------------
+
+
+def test_every_field_is_a_declared_option() -> None:
+    fields = {item.name for item in dataclasses.fields(ServerArgs)}
+    assert fields - set(OPTIONS) == {"without_effect"}
+
+
+def test_the_flag_page_is_what_the_declaration_gives() -> None:
+    page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
+    assert page == flags_page(), "run: python -m sgl_spec.args > docs/flags.md"
+    for opt in OPTIONS.values():
+        for flag in opt.flags:
+            assert f"`{flag}`" in page
+
+
+def test_help_names_every_flag_with_its_meaning_values_and_default() -> None:
+    text = " ".join(build_parser(OPTIONS, "prog", "about").format_help().split())
+    for opt in OPTIONS.values():
+        for flag in opt.flags:
+            assert f"{flag} " in text or f"{flag}," in text
+        assert opt.about.help in text
+        assert f"default: {opt.default_text}" in text
+        for choice in opt.about.choices:
+            assert choice in text
+
+
+def test_help_is_printed_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        ServerArgs.from_cli(["--help"])
+    assert caught.value.code == 0
+    assert "--speculative-ngram-max-trie-depth" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("opt", OPTIONS.values(), ids=OPTIONS)
+def test_defaults_pass_their_own_check_and_flags_reach_their_field(opt: Any) -> None:
+    assert opt.about.help.endswith(".")
+    value: Any = {str: "x", int: "2", bool: None}[opt.kind]
+    if opt.about.choices:
+        value = opt.about.choices[-1]
+    if opt.name == "speculative_ngram_capacity":
+        value = "2048"
+    for flag in opt.flags:
+        argv = [flag] if value is None else [flag, value]
+        args = ServerArgs.from_cli(["--model-path", "m", *argv])
+        expected = {str: value, int: value and int(value) if opt.kind is int else None, bool: True}
+        wanted = "X" if opt.name == "speculative_algorithm" else expected[opt.kind]
+        assert getattr(args, opt.name) == wanted
+
+
+def test_a_new_object_is_frozen_and_checked() -> None:
+    args = ServerArgs(model_path="m")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        args.port = 1  # type: ignore[misc]
+    with pytest.raises(ConfigError, match="--port must be"):
+        dataclasses.replace(args, port=0)
+
+
+def test_python_and_command_line_agree() -> None:
+    from_python = ServerArgs(
+        model_path=Path("m"), page_size=16, speculative_algorithm="ngram", enable_metrics=True
+    )
+    assert from_python == ServerArgs.from_cli(
+        ["--model=m", "--page-size=16", "--speculative-algo", "NGRAM", "--enable-metrics"]
+    )
+
+
+# --- resolve -----------------------------------------------------------------------------------
+
+
+def test_resolve_fills_what_was_left_open_in_a_new_object() -> None:
+    args = ServerArgs(model_path="m")
+    done = args.resolve()
+    assert args.max_running_requests is None
+    assert done.max_running_requests == 256
+    assert (done.tokenizer_path, done.served_model_name) == ("m", "m")
+    assert done.chunked_prefill_size == 256
+    assert isinstance(done.random_seed, int)
+    assert done.tree_nodes == 1
+    assert done.resolve() == done
+    assert pickle.loads(pickle.dumps(done)) == done
+    assert ServerArgs(model_path="m", device="cuda").resolve().chunked_prefill_size == 8192
+    open_still = {n for n, o in OPTIONS.items() if o.optional and getattr(done, n) is None}
+    assert open_still == {
+        "revision",
+        "context_length",
+        "api_key",
+        "chat_template",
+        "max_queued_requests",
+        "max_total_tokens",
+        "speculative_algorithm",
+        "speculative_drafter_module",
+        "speculative_num_draft_tokens",
+        "speculative_draft_model_path",
+        "speculative_num_steps",
+        "speculative_eagle_topk",
+    }
+
+
+def test_speculation_sets_48_running_requests_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    done = parse(*NGRAM)
+    assert (done.max_running_requests, done.speculative_num_draft_tokens) == (48, 12)
+    assert done.tree_nodes == 12
+    assert "--max-running-requests is not set; with speculation it is 48" in caplog.text
+    caplog.clear()
+    assert parse(*NGRAM, "--max-running-requests", "7").max_running_requests == 7
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("name", ["none", "None", "NONE"])
+def test_no_speculation_has_a_name(name: str) -> None:
+    assert parse("--speculative-algorithm", name).speculative_algorithm is None
+
+
+def test_drafting_options_without_an_algorithm_are_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parse("--speculative-num-draft-tokens", "8", "--speculative-num-steps", "3")
+    assert "--speculative-num-draft-tokens changes nothing without" in caplog.text
+    assert "--speculative-num-steps changes nothing without" in caplog.text
+    caplog.clear()
+    parse("--speculative-algorithm", "none")
+    assert caplog.text == ""
+
+
+def test_a_module_allows_names_of_its_own() -> None:
+    done = parse(
+        "--speculative-algorithm", "mine", "--speculative-drafter-module", "my.drafters",
+        "--speculative-num-steps", "3",
+    )  # fmt: skip
+    assert done.speculative_algorithm == "MINE"
+    options = done.drafter_options()
+    assert (options["num_steps"], options["num_draft_tokens"]) == (3, 12)
+    assert "drafter_module" not in options
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("half", "float16"), ("float", "float32"), ("BFloat16", "bfloat16"), ("bf16", "bfloat16")],
+)
+def test_dtype_spellings(given: str, meant: str) -> None:
+    assert parse("--dtype", given).dtype == meant
+
+
+def test_the_api_key_is_shown_nowhere() -> None:
+    args = ServerArgs(model_path="m", api_key="hush")
+    assert "hush" not in repr(args)
+    assert "hush" not in str(args.resolve().public())
+    assert args.public()["port"] == 30000
+
+
+# --- what is refused, and how --------------------------------------------------------------------
+
+REFUSED: list[tuple[list[str], str]] = [
+    (["--port", "70000"], "--port must be an integer from 1 to 65535, got 70000."),
+    (["--port", "http"], "--port must be an integer from 1 to 65535, got 'http'."),
+    (["--port", "1.5"], "--port must be an integer from 1 to 65535, got '1.5'."),
+    (["--port"], "--port needs a value and none was given."),
+    (["--model"], "--model-path needs a value and none was given."),
+    (["--enable-metrics=yes"], "--enable-metrics is a switch and takes no value, got 'yes'."),
+    (["--host", ""], "--host must be a non-empty string, got ''."),
+    (["--api-key", ""], "--api-key must be a non-empty string, got ''."),
+    (
+        ["--dtype", "float23"],
+        "--dtype must be one of auto, float32, bfloat16, float16, got 'float23' "
+        "(did you mean float32?).",
+    ),
+    (["--device", "tpu"], "--device must be one of auto, cpu, cuda, got 'tpu'."),
+    (
+        ["--load-format", "gguf"],
+        "--load-format must be one of auto, safetensors, dummy, got 'gguf'.",
+    ),
+    (["--schedule-policy", "lof"], "--schedule-policy must be one of fcfs, lpm, got 'lof'."),
+    (["--context-length", "1"], "--context-length must be an integer >= 2, got 1."),
+    (["--page-size", "0"], "--page-size must be an integer from 1 to 1024, got 0."),
+    (
+        ["--chunked-prefill-size", "0"],
+        "--chunked-prefill-size must be -1 (off) or an integer >= 1, got 0.",
+    ),
+    (
+        ["--chunked-prefill-size", "65", "--page-size", "16"],
+        "--chunked-prefill-size must be -1 or a multiple of --page-size (16), got 65.",
+    ),
+    (
+        ["--schedule-policy", "lpm", "--disable-radix-cache"],
+        "--schedule-policy lpm orders requests by their cached prefix and needs the cache; "
+        "use fcfs or drop --disable-radix-cache.",
+    ),
+    (
+        ["--revision", "v2"],
+        "--revision v2 names a version on a hub; the embedded model smollm2 has only one, "
+        "leave it out.",
+    ),
+    (
+        [*NGRAM, "--max-total-tokens", "24"],
+        "--max-total-tokens must be at least 25 to hold one request with 12 tree nodes "
+        "at --page-size 1, got 24.",
+    ),
+    (
+        [*NGRAM, "--max-total-tokens", "31", "--page-size", "16"],
+        "--max-total-tokens must be at least 32 to hold one request with 12 tree nodes "
+        "at --page-size 16, got 31.",
+    ),
+    (
+        ["--speculative-algorithm", "EAGLE3"],
+        "--speculative-algorithm EAGLE3 is not supported by this version; allowed are none, NGRAM "
+        "and names that --speculative-drafter-module registers.",
+    ),
+    (
+        ["--speculative-algorithm", "ngrm"],
+        "--speculative-algorithm must be none or NGRAM, got 'NGRM' (did you mean NGRAM?); "
+        "a drafter of your own needs --speculative-drafter-module.",
+    ),
+    (
+        [*NGRAM, "--speculative-num-draft-tokens", "1"],
+        "--speculative-num-draft-tokens must be an integer from 2 to 64, got 1.",
+    ),
+    (
+        [*NGRAM, "--speculative-num-draft-tokens", "65"],
+        "--speculative-num-draft-tokens must be an integer from 2 to 64, got 65.",
+    ),
+    (
+        [*NGRAM, "--speculative-ngram-max-trie-depth", "1"],
+        "--speculative-ngram-max-trie-depth must be an integer from 2 to 64, got 1.",
+    ),
+    (
+        [*NGRAM, "--speculative-ngram-min-bfs-breadth", "0"],
+        "--speculative-ngram-min-bfs-breadth must be an integer >= 1, got 0.",
+    ),
+    (
+        [*NGRAM, "--speculative-ngram-min-bfs-breadth", "11"],
+        "--speculative-ngram-min-bfs-breadth must be at most "
+        "--speculative-ngram-max-bfs-breadth (10), got 11.",
+    ),
+    (
+        [*NGRAM, "--speculative-ngram-match-type", "DFS"],
+        "--speculative-ngram-match-type must be one of BFS, PROB, got 'DFS'.",
+    ),
+    (
+        [*NGRAM, "--speculative-ngram-capacity", "10"],
+        "--speculative-ngram-capacity must be an integer >= 1024, got 10.",
+    ),
+    (
+        [*NGRAM, "--speculative-draft-model", "m"],
+        "--speculative-draft-model-path m cannot be used with --speculative-algorithm NGRAM, "
+        "which has no draft model; leave it out.",
+    ),
+    (
+        [*NGRAM, "--speculative-num-steps", "5"],
+        "--speculative-num-steps 5 cannot be used with --speculative-algorithm NGRAM, "
+        "which has no draft model; leave it out.",
+    ),
+    (
+        [*NGRAM, "--speculative-eagle-topk", "4"],
+        "--speculative-eagle-topk 4 cannot be used with --speculative-algorithm NGRAM, "
+        "which has no draft model; leave it out.",
+    ),
+    (
+        ["--tensor-parallel-size", "2"],
+        "--tensor-parallel-size 2 is not supported by this version: the model runs in one engine "
+        "process; leave it out or set it to 1.",
+    ),
+    (
+        ["--quantization=fp8"],
+        "--quantization fp8 is not supported by this version: load the checkpoint in its own "
+        "dtype, or choose one with --dtype.",
+    ),
+    (
+        ["--trust-remote-code"],
+        "--trust-remote-code is not supported by this version: code from a checkpoint is never "
+        "run; Llama, Mistral, Qwen2 and Qwen3 need none.",
+    ),
+    (
+        ["--kv-cache-dtype", "fp8_e5m2"],
+        "--kv-cache-dtype fp8_e5m2 is not supported by this version: the KV cache has the model's "
+        "dtype; use auto.",
+    ),
+    (["--tp-size"], "--tp-size needs a value and none was given."),
+    (["--enable-lora=1"], "--enable-lora is a switch and takes no value, got '1'."),
+    (["--prot", "1"], "--prot is not an option (did you mean --port?); see --help."),
+    (
+        ["--max-total", "100"],
+        "--max-total is not an option (did you mean --max-total-tokens?); see --help.",
+    ),
+    (
+        ["--tool-parser", "x"],
+        "--tool-parser is not an option (did you mean --tool-call-parser?); see --help.",
+    ),
+    (["--qqq"], "--qqq is not an option; see --help."),
+    (["stray"], "'stray' belongs to no flag; see --help."),
+]
+
+
+@pytest.mark.parametrize(("argv", "sentence"), REFUSED, ids=[" ".join(a) for a, _ in REFUSED])
+def test_what_cannot_work_is_one_sentence(argv: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(*argv)
+    assert caught.value.message == sentence
+
+
+def test_the_model_is_required() -> None:
+    with pytest.raises(ConfigError, match="--model-path is required"):
+        ServerArgs.from_cli([])
+
+
+@pytest.mark.parametrize("name", ABSENT_DRAFTERS)
+def test_absent_algorithms_stay_refused_with_a_module(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is not supported by this version"):
+        parse("--speculative-algorithm", name.lower(), "--speculative-drafter-module", "m")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"model": "m"}, "model is not an option (did you mean model_path?)."),
+        ({"portt": 1}, "portt is not an option (did you mean port?)."),
+        ({"port": True}, "--port must be an integer from 1 to 65535, got True."),
+        ({"port": 1.0}, "--port must be an integer from 1 to 65535, got 1.0."),
+        ({"port": None}, "--port must be an integer from 1 to 65535, got None."),
+        ({"host": 5}, "--host must be a non-empty string, got 5."),
+        ({"enable_metrics": 1}, "--enable-metrics must be true or false, got 1."),
+        ({"enable_metrics": "yes"}, "--enable-metrics must be true or false, got 'yes'."),
+        (
+            {"tp_size": 2},
+            "tp_size is not supported by this version: the model runs in one engine process; "
+            "leave it out or set it to 1.",
+        ),
+    ],
+)
+def test_python_keywords_are_checked_too(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServerArgs(**({"model_path": "m"} | given))
+    assert caught.value.message == sentence
+    assert caught.value.param == next(iter(given))
+
+
+# --- SGLang's other flags ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", [*FOREIGN_FLAGS, *FOREIGN_ALIASES])
+def test_every_known_flag_is_accepted_with_a_log_line_or_refused_with_advice(
+    flag: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = FOREIGN_FLAGS[FOREIGN_ALIASES.get(flag, flag)]
+    assert flag not in {f for opt in OPTIONS.values() for f in opt.flags}
+    for value in entry.harmless:
+        with caplog.at_level(logging.WARNING):
+            parse(f"{flag}={value}")
+        assert f"{flag} {value} changes nothing here" in caplog.text
+    argv = [flag] if entry.switch else [flag, "strange"]
+    if entry.ignored:
+        parse(*argv)
+        assert f"{' '.join(argv)} changes nothing here: {entry.advice}." in caplog.text
+    else:
+        with pytest.raises(ConfigError) as caught:
+            parse(*argv)
+        assert caught.value.message == (
+            f"{' '.join(argv)} is not supported by this version: {entry.advice}."
+        )
+
+
+def test_foreign_flags_stand_beside_our_own() -> None:
+    done = parse("--tp", "1", "--port", "31000", "--disable-cuda-graph", "--enable-metrics")
+    assert (done.port, done.enable_metrics) == (31000, True)
