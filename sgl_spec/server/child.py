@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from sgl_spec.args import ResolvedArgs
+from sgl_spec.server.logs import configure_logging
 
 PR_SET_PDEATHSIG = 1
 
@@ -48,9 +49,11 @@ def main() -> None:
     """Read the `Boot` and run the engine until it ends."""
     die_with_parent(int(sys.argv[1]))
     boot = msgspec.json.decode(sys.stdin.buffer.read(), type=Boot)
+    args = ResolvedArgs(**boot.args)
+    configure_logging(args.log_level, "engine")
     module, _, function = boot.entry.partition(":")
     entry = getattr(importlib.import_module(module), function)
-    sys.exit(entry(ResolvedArgs(**boot.args), boot.to_engine, boot.from_engine))
+    sys.exit(entry(args, boot.to_engine, boot.from_engine))
 
 
 if __name__ == "__main__":

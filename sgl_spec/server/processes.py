@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 ENGINE_ENTRY = "sgl_spec.engine.process:main"
 KILL_AFTER_TERM_S = 2.0
-LAST_WORDS_S = 0.2
 # A unix socket's path holds 107 characters; the longest name in the directory is "/from_engine".
 LONGEST_DIRECTORY = 107 - len("/from_engine")
 
@@ -97,13 +96,6 @@ class Engine:
     async def receive(self) -> FromEngine:
         """The next message from the engine."""
         return decode_from_engine(await self._pull.recv())
-
-    async def last_words(self) -> list[FromEngine]:
-        """What the engine still sent before it ended."""
-        messages = []
-        while await self._pull.poll(int(LAST_WORDS_S * 1000)):
-            messages.append(await self.receive())
-        return messages
 
     async def connected(self, timeout_s: float) -> bool:
         """Wait until the engine can be sent to."""

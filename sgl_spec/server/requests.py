@@ -64,6 +64,11 @@ async def encode(tokenizer: ServerTokenizer, text: str, add_special_tokens: bool
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
+def fresh_rid() -> str:
+    """A request name that nobody has used."""
+    return uuid.uuid4().hex
+
+
 def derive_seed(seed: int, choice: int) -> int:
     """The seed of choice `choice` of a request with n > 1: the seed itself for choice 0.
 
@@ -226,7 +231,7 @@ def name_requests(
                 param="rid",
             )
         return rid, None
-    base = rid or uuid.uuid4().hex
+    base = rid or fresh_rid()
     if total == 1:
         return [base], None
     return [f"{base}-{i}" for i in range(total)], base

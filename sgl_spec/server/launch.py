@@ -1,0 +1,63 @@
+"""The command: parse, claim the port, serve, exit."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import uvloop
+
+from sgl_spec.args import ServerArgs
+from sgl_spec.errors import ConfigError
+from sgl_spec.server.lifecycle import EXIT_CONFIG, Server
+from sgl_spec.server.logs import configure_logging
+from sgl_spec.server.processes import ENGINE_ENTRY
+
+BACKLOG = 2048
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the server with the arguments of the command line; exits with its code.
+
+    0 after an orderly end, 1 when the engine failed, 2 for a configuration that cannot work.
+    """
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: Sequence[str], entry: str = ENGINE_ENTRY) -> int:
+    """Serve until the end; the exit code. entry: another engine's entry point, for tests."""
+    try:
+        asked = ServerArgs.from_cli(argv)
+        configure_logging(asked.log_level, "api")
+        args = asked.resolve()
+        with (
+            listen(args.host, args.port) as listener,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            return runner.run(Server(args, listener, entry).run())
+    except ConfigError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return EXIT_CONFIG
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; raises `ConfigError` when the address cannot be had."""
+    listener = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise ConfigError(
+            f"Cannot listen on --host {host} --port {port}: {error.strerror}."
+        ) from error
+    return listener

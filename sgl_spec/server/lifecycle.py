@@ -1,0 +1,202 @@
+"""From start to exit code: HTTP at once, the engine beside it, and an orderly end of both."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from sgl_spec.args import ResolvedArgs
+from sgl_spec.errors import ConfigError, SglSpecError
+from sgl_spec.messages import Failed, Ready
+from sgl_spec.server.app import ServerState, build_app
+from sgl_spec.server.frontend import DRAINING, Frontend
+from sgl_spec.server.metrics import Metrics
+from sgl_spec.server.model_info import ModelInfo
+from sgl_spec.server.processes import ENGINE_ENTRY, Engine
+from sgl_spec.server.service import Service
+from sgl_spec.server.tokenizer import ServerTokenizer
+
+logger = logging.getLogger(__name__)
+
+# After a SIGTERM or SIGINT, running requests have this long to end before they are aborted.
+DRAIN_TIMEOUT_S = 30.0
+ABORT_TIMEOUT_S = 2.0
+ENGINE_EXIT_TIMEOUT_S = 10.0
+ENGINE_CONNECT_TIMEOUT_S = 10.0
+HTTP_CLOSE_TIMEOUT_S = 2
+LAST_WORDS_S = 0.2
+
+EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its own signal handlers: the order of an end is decided in `Server`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Server:
+    """One run of the server on a bound socket. entry: the engine's entry, see `child.Boot`."""
+
+    def __init__(
+        self, args: ResolvedArgs, listener: socket.socket, entry: str = ENGINE_ENTRY
+    ) -> None:
+        self._args = args
+        self._listener = listener
+        self._entry = entry
+        self._state = ServerState()
+        self._failed: Failed | None = None
+
+    async def run(self) -> int:
+        """Serve until a signal or the engine's end; the exit code."""
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[Ready] = loop.create_future()
+        self._signal: asyncio.Future[int] = loop.create_future()
+        self._engine = Engine(self._args, self._entry)
+        speculating = self._args.speculative_algorithm is not None
+        self._metrics = None
+        if self._args.enable_metrics:
+            self._metrics = Metrics(self._args.served_model_name, speculating=speculating)
+        self._frontend = Frontend(self._engine.send, self._metrics)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        http = self._http()
+        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+        pump = asyncio.create_task(self._pump())
+        try:
+            return await self._supervise()
+        finally:
+            pump.cancel()
+            http.should_exit = True
+            await serving
+            self._engine.close()
+
+    def _http(self) -> _HttpServer:
+        config = uvicorn.Config(
+            build_app(self._state, self._args.api_key),
+            http="httptools",
+            lifespan="off",
+            log_config=None,
+            log_level=self._args.log_level,
+            server_header=False,
+            timeout_graceful_shutdown=HTTP_CLOSE_TIMEOUT_S,
+        )
+        return _HttpServer(config)
+
+    async def _pump(self) -> None:
+        while True:
+            message = await self._engine.receive()
+            if isinstance(message, Ready):
+                self._ready.set_result(message)
+            elif isinstance(message, Failed):
+                self._failed = message
+            else:
+                self._frontend.on_message(message)
+
+    def _on_signal(self, number: int) -> None:
+        if self._signal.done():
+            logger.warning("Second signal: aborting at once.")
+            self._engine.close()
+            os._exit(128 + number)
+        self._signal.set_result(number)
+
+    async def _supervise(self) -> int:
+        """Wait for what ends the run, and end it in order."""
+        boot = asyncio.create_task(self._boot())
+        ends = [self._engine.exited, self._signal]
+        await _first([boot, *ends])
+        if boot.done() and boot.exception() is None:
+            await _first(ends)
+        elif not boot.cancel():
+            return await self._boot_failed(boot)
+        if self._engine.exited.done():
+            return await self._engine_died()
+        return await self._drain()
+
+    async def _boot(self) -> None:
+        """Wait for the engine, load the tokenizer, warm up, open for requests."""
+        info = msgspec.convert((await self._ready).info, ModelInfo)
+        if not await self._engine.connected(ENGINE_CONNECT_TIMEOUT_S):
+            raise SglSpecError("The engine is ready but does not listen for requests.")
+        tokenizer = await asyncio.to_thread(
+            ServerTokenizer.from_dir, info.tokenizer_dir, self._args.chat_template
+        )
+        service = Service(self._args, info, tokenizer, self._frontend, self._metrics)
+        if not self._args.skip_server_warmup:
+            await service.warm_up()
+        self._state.service, self._state.problem = service, None
+        host, port = self._listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        sys.stdout.write(f"Ready: {self._args.served_model_name} at http://{shown}:{port}\n")
+        sys.stdout.flush()
+
+    async def _boot_failed(self, boot: asyncio.Task[None]) -> int:
+        error = boot.exception()
+        await self._engine.stop()
+        if not isinstance(error, SglSpecError):
+            assert error is not None
+            raise error
+        sys.stderr.write(f"{error.message}\n")
+        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+
+    async def _engine_died(self) -> int:
+        """Give every open request its error; the exit code."""
+        await asyncio.sleep(LAST_WORDS_S)
+        code = self._engine.exited.result()
+        message = f"The engine process ended with exit code {code}."
+        if self._failed is not None:
+            message = self._failed.message
+        self._state.problem = message
+        self._frontend.fail_all(message)
+        sys.stderr.write(f"{message}\n")
+        config = self._failed is not None and self._failed.config_error
+        return EXIT_CONFIG if config else EXIT_FAILED
+
+    async def _drain(self) -> int:
+        """Take nothing new, let running requests end, then end the engine."""
+        name = signal.Signals(self._signal.result()).name
+        self._state.problem = DRAINING
+        self._frontend.refuse_new()
+        if self._state.service is None:
+            logger.info("%s while loading: stopping the engine.", name)
+            await self._engine.stop()
+            return EXIT_OK
+        logger.info(
+            "%s: waiting up to %.0f s for %d requests; a second signal aborts.",
+            name,
+            DRAIN_TIMEOUT_S,
+            self._frontend.open_requests,
+        )
+        if not await self._drained(DRAIN_TIMEOUT_S):
+            self._frontend.abort(None)
+            await self._drained(ABORT_TIMEOUT_S)
+        if self._engine.exited.done():
+            return await self._engine_died()
+        self._frontend.shut_engine_down(drain=False)
+        if await self._engine.wait(ENGINE_EXIT_TIMEOUT_S) is None:
+            logger.warning("The engine did not end by itself; stopping it.")
+            await self._engine.stop()
+        return EXIT_OK
+
+    async def _drained(self, timeout_s: float) -> bool:
+        """Whether all requests ended; False when the time is up or the engine is dead."""
+        idle = asyncio.create_task(self._frontend.drained(timeout_s))
+        await _first([idle, self._engine.exited])
+        return idle.done() and idle.result()
+
+
+async def _first(futures: Sequence[asyncio.Future[Any]]) -> None:
+    """Wait until one of them is done."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

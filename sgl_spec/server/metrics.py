@@ -1,0 +1,133 @@
+"""Prometheus metrics under SGLang's names: counters of the engine, latencies as measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from sgl_spec.messages import EngineState, OutputChunk
+
+FIRST_TOKEN_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 400)
+NEXT_TOKEN_S = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12)
+REQUEST_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 400, 800, 1600)
+TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+Readers = dict[str, tuple[str, Callable[[EngineState], float]]]
+
+_GAUGES: Readers = {
+    "num_running_reqs": ("Requests that decode or prefill.", lambda s: s.running),
+    "num_queue_reqs": ("Requests that wait.", lambda s: s.queued),
+    "num_used_tokens": ("KV slots held by running requests.", lambda s: s.used_tokens),
+    "kv_evictable_tokens": ("KV slots of the prefix cache.", lambda s: s.cached_tokens),
+    "kv_available_tokens": ("Free KV slots.", lambda s: s.free_tokens),
+    "max_total_num_tokens": ("KV slots of the pool.", lambda s: _pool(s)),
+    "token_usage": (
+        "Share of KV slots held by requests.",
+        lambda s: _ratio(s.used_tokens, _pool(s)),
+    ),
+    "cache_hit_rate": (
+        "Share of prompt tokens found in the prefix cache, since the start.",
+        lambda s: _ratio(s.cached_tokens_total, s.prompt_tokens_total),
+    ),
+    "gen_throughput": ("Tokens per second, recently.", lambda s: s.gen_throughput),
+}
+_SPEC_GAUGES: Readers = {
+    "spec_accept_length": (
+        "Tokens given out per verify round and request, since the start.",
+        lambda s: _ratio(s.spec_emitted_total, s.spec_verify_total),
+    ),
+    "spec_accept_rate": (
+        "Accepted share of proposed draft tokens, since the start.",
+        lambda s: _ratio(s.spec_accepted_total, s.spec_proposed_total),
+    ),
+}
+# prometheus_client appends "_total".
+_COUNTERS: Readers = {
+    "prompt_tokens": ("Prompt tokens.", lambda s: s.prompt_tokens_total),
+    "generation_tokens": ("Generated tokens.", lambda s: s.generation_tokens_total),
+    "cached_tokens": ("Prompt tokens from the prefix cache.", lambda s: s.cached_tokens_total),
+    "num_requests": ("Requests received.", lambda s: s.requests_total),
+    "num_aborted_requests": ("Requests that ended by an abort.", lambda s: s.aborted_total),
+    "num_retractions": ("Times a request was put back to wait.", lambda s: s.retracted_total),
+}
+_SPEC_COUNTERS: Readers = {
+    "spec_verify_calls": ("Verify rounds, per request.", lambda s: s.spec_verify_total),
+    "spec_proposed_tokens": ("Draft tokens verified.", lambda s: s.spec_proposed_total),
+    "spec_accepted_tokens": ("Draft tokens accepted.", lambda s: s.spec_accepted_total),
+}
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _pool(state: EngineState) -> int:
+    return state.used_tokens + state.cached_tokens + state.free_tokens
+
+
+class EngineCollector(Collector):
+    """Turns the latest `EngineState` into metric families; nothing before there is one."""
+
+    def __init__(self, model: str, *, speculating: bool) -> None:
+        self.state: EngineState | None = None
+        self._labels = ("model_name",), (model,)
+        self._gauges = _GAUGES | (_SPEC_GAUGES if speculating else {})
+        self._counters = _COUNTERS | (_SPEC_COUNTERS if speculating else {})
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, for prometheus_client."""
+        if self.state is None:
+            return
+        names, values = self._labels
+        for name, (about, read) in self._gauges.items():
+            gauge = GaugeMetricFamily(f"sglang:{name}", about, labels=names)
+            gauge.add_metric(values, read(self.state))
+            yield gauge
+        for name, (about, read) in self._counters.items():
+            counter = CounterMetricFamily(f"sglang:{name}", about, labels=names)
+            counter.add_metric(values, read(self.state))
+            yield counter
+
+
+class Metrics:
+    """The registry of one server; a `frontend.Latencies`."""
+
+    def __init__(self, model: str, *, speculating: bool) -> None:
+        self._registry = CollectorRegistry()
+        self.engine = EngineCollector(model, speculating=speculating)
+        self._registry.register(self.engine)
+        self._model = model
+        self._first = self._histogram("time_to_first_token_seconds", FIRST_TOKEN_S)
+        self._next = self._histogram("inter_token_latency_seconds", NEXT_TOKEN_S)
+        self._whole = self._histogram("e2e_request_latency_seconds", REQUEST_S)
+        self._prompt = self._histogram("prompt_tokens_histogram", TOKENS)
+        self._output = self._histogram("generation_tokens_histogram", TOKENS)
+
+    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
+        about = name.replace("_", " ").capitalize() + "."
+        family = Histogram(
+            f"sglang:{name}", about, ("model_name",), buckets=buckets, registry=self._registry
+        )
+        return family.labels(self._model)
+
+    def first_token(self, seconds: float) -> None:
+        """Arrival to first token."""
+        self._first.observe(seconds)
+
+    def next_tokens(self, seconds: float, count: int) -> None:
+        """A chunk of several tokens counts as that many, each after an equal share of the time."""
+        for _ in range(count):
+            self._next.observe(seconds / count)
+
+    def finished(self, seconds: float, chunk: OutputChunk) -> None:
+        """A request that ended."""
+        self._whole.observe(seconds)
+        self._prompt.observe(chunk.prompt_tokens)
+        self._output.observe(chunk.completion_tokens)
+
+    def text(self) -> bytes:
+        """Prometheus text format."""
+        return generate_latest(self._registry)
