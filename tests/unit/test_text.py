@@ -376,9 +376,10 @@ def test_of_two_stops_with_one_end_the_longer_is_cut() -> None:
 def test_a_stop_that_the_engine_let_pass_is_not_cut_but_the_later_one_is() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     ids = encode(tokenizer, "a!b!c")
-    matcher = StopMatcher(tokenizer, ["!"])
-    assert [matcher.push(i) for i in ids] == [None, "!", None, "!", None]
-    assert OutputText(tokenizer, ["!"]).finish(ids[:4], "!") == "a!b"
+    for stops in (["!"], ["!", "a longer one"]):
+        matcher = StopMatcher(tokenizer, stops)
+        assert [matcher.push(i) for i in ids] == [None, "!", None, "!", None]
+        assert OutputText(tokenizer, stops).finish(ids[:4], "!") == "a!b"
 
 
 def test_a_stop_token_is_no_text_unless_it_is_asked_for() -> None:
