@@ -104,10 +104,14 @@ Launch = Callable[..., Server]
 
 
 def start(directory: Path, model: str | Path, *flags: str, **env: str) -> Server:
-    """Start a server on a free port; its output goes to files in `directory`."""
+    """Start a server for `model` on a free port; its output goes to files in `directory`."""
     port = free_port()
     command = [sys.executable, "launch_server.py", "--model-path", str(model)]
-    command += ["--port", str(port), *flags]
+    return start_command(directory, [*command, "--port", str(port), *flags], port, **env)
+
+
+def start_command(directory: Path, command: list[str], port: int, **env: str) -> Server:
+    """Start `command`, which serves on `port`."""
     stdout, stderr = directory / f"{port}.out", directory / f"{port}.err"
     with stdout.open("wb") as out, stderr.open("wb") as err:
         process = subprocess.Popen(

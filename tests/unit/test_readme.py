@@ -1,0 +1,138 @@
+"""What the documents tell a reader to type is executed by something, and quotes what exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from docs_commands import FENCES, ROOT, Command, Fence, Kind, commands, documents, fences
+from docs_commands import split_commands as split
+
+DOCUMENTS = [pytest.param(path, id=path.name) for path in documents()]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_every_command_is_executed_somewhere(path: Path) -> None:
+    for command in commands(path):
+        assert command.kind
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_fences_are_of_a_kind_that_is_checked(path: Path) -> None:
+    for fence in fences(path):
+        assert fence.language in FENCES, f"{fence}: ```{fence.language}, allowed: {FENCES}"
+        if fence.language != "bash":
+            prompt = re.search(
+                r"^\s*(\$ |make \w|curl |\S*python \S+\.py)", fence.text, re.MULTILINE
+            )
+            assert not prompt, f"{fence}: a command in a ```{fence.language} block"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_python_is_a_passage_of_an_example(path: Path) -> None:
+    examples = [example.read_text() for example in (ROOT / "examples").glob("*.py")]
+    for fence in fences(path):
+        if fence.language == "python":
+            assert any(fence.text in example for example in examples), f"{fence} is in no example"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_links_lead_to_files(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text()):
+        if not re.match(r"[a-z]+:", target):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_readme_shows_both_commands() -> None:
+    texts = [command.text for command in commands(ROOT / "README.md")]
+    assert "make serve" in texts
+    assert "make test" in texts
+    assert any(text.startswith("curl ") for text in texts)
+
+
+def test_ci_runs_what_the_makefile_checks() -> None:
+    """`make check` and CI are the same three targets, so a CI command in a document is executed."""
+    targets = re.findall(r"^make (\w+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    check = re.search(r"^check: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert check is not None
+    assert ["setup", *check[1].split()] == targets
+
+
+def test_commands_are_split_as_a_shell_would() -> None:
+    block = "# why\nmake serve\n\ncurl -s x \\\n  -d '{\n  \"a\": 1}'\nmake test"
+    assert split(block) == ["make serve", "curl -s x \\\n  -d '{\n  \"a\": 1}'", "make test"]
+
+
+@pytest.mark.parametrize("block", ["curl 'x", "make serve \\"])
+def test_unfinished_command_is_an_error(block: str) -> None:
+    with pytest.raises(ValueError, match="unfinished"):
+        split(block)
+
+
+@pytest.mark.parametrize("text", ["rm -rf x", "make install", "python launch_server.py"])
+def test_unknown_command_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="nothing executes"):
+        assert Command(Fence(ROOT / "README.md", 1, "bash", text), text).kind
+
+
+def test_kinds() -> None:
+    fence = Fence(ROOT / "README.md", 1, "bash", "")
+    kinds = {
+        "make serve PORT=8000": Kind.SERVE,
+        ".venv/bin/python launch_server.py --help": Kind.CLIENT,
+        ".venv/bin/python launch_server.py --model-path smollm2": Kind.SERVE,
+        ".venv/bin/python -m sgl_spec.bench ngram": Kind.SLOW,
+        "curl -s x \\\n  -d '{}'": Kind.CLIENT,
+        "make test": Kind.CI,
+    }
+    assert {text: Command(fence, text).kind for text in kinds} == kinds
+
+
+class Echo(BaseHTTPRequestHandler):
+    """Answers with method, content type and body; 404 outside /echo."""
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0))).decode()
+        self.send_response(200 if self.path == "/echo" else 404)
+        self.end_headers()
+        self.wfile.write(f"{self.command} {self.headers['content-type']} {body}".encode())
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "path", "code", "shown"),
+    [
+        (["-s"], "echo", 0, "GET None "),
+        (["-sN", "-d", '{"a": 1}'], "echo", 0, 'POST application/x-www-form-urlencoded {"a": 1}'),
+        (["-X", "POST", "-H", "Content-Type: text/plain"], "echo", 0, "POST text/plain "),
+        (["-s"], "nothing", 22, "GET None "),
+        (["--compressed"], "echo", 2, ""),
+    ],
+)
+def test_curl_shim(flags: list[str], path: str, code: int, shown: str) -> None:
+    with HTTPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "curl_shim",
+                *flags,
+                f"http://127.0.0.1:{server.server_port}/{path}",
+            ],
+            cwd=ROOT / "tests",
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        server.shutdown()
+    assert (done.returncode, done.stdout) == (code, shown), done.stderr
