@@ -1,0 +1,99 @@
+"""How likely a drafted token is to be accepted, learned while serving.
+
+A candidate falls into a bucket by what the trie knows about it: the length of the match it continues,
+its share of what followed that match, how often the match was seen, its rank. Each bucket keeps a
+decayed success rate with a prior; each request adds its own offset in log-odds, the running answer to
+"does this request accept more or less than its buckets promise".
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+_LENGTH_EDGES = np.array([2, 3, 4, 5, 7, 10, 14, 17])  # 1 | 2 | 3 | 4 | 5-6 | 7-9 | 10-13 | 14-16 | 17+
+_SHARE_EDGES = np.array([0.1, 0.25, 0.5, 0.75, 0.95])
+_EVIDENCE_EDGES = np.array([2, 4, 12])
+_LENGTHS, _SHARES, _EVIDENCES, _RANKS = 9, 7, 4, 2
+UNKNOWN_SHARE = -1.0
+_PRIOR_BY_LENGTH = np.array([0.05, 0.12, 0.3, 0.42, 0.55, 0.68, 0.78, 0.84, 0.88])
+_PRIOR_BY_SHARE = np.array([0.8, 0.06, 0.2, 0.4, 0.65, 0.9, 1.0])  # the first: share unknown
+_PRIOR_WEIGHT = 6.0  # trials that the prior counts for
+_MEMORY = 400.0  # trials a bucket remembers
+_STEP = 0.12  # how far one surprise moves a request's offset
+_OFFSET_DECAY = 0.985
+_MAX_OFFSET = 3.0
+MAX_PROBABILITY = 0.985
+
+
+class AcceptanceModel:
+    """Success rates by bucket, offsets by request row."""
+
+    def __init__(self, num_rows: int) -> None:
+        """num_rows: request rows."""
+        self._prior = _priors()
+        self.offsets = np.zeros(num_rows)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything learned."""
+        self._tried = np.full(self._prior.size, _PRIOR_WEIGHT)
+        self._won = self._prior * _PRIOR_WEIGHT
+        self._log_odds = _log_odds(self._prior)
+        self.offsets[:] = 0.0
+
+    def start(self, row: int) -> None:
+        """A new request has no record of its own."""
+        self.offsets[row] = 0.0
+
+    def bucket(self, length: Ints, share: Floats, evidence: Ints, rank: Ints) -> Ints:
+        """Bucket numbers, elementwise.
+
+        length: tokens of the match that the candidate continues. share: its part of what followed the
+        match, or UNKNOWN_SHARE. evidence: occurrences of the match. rank: 0 for the match's first child.
+        """
+        by_length = np.searchsorted(_LENGTH_EDGES, length, side="right")
+        by_share = np.searchsorted(_SHARE_EDGES, share, side="right") + (share >= 0)
+        by_evidence = np.searchsorted(_EVIDENCE_EDGES, evidence, side="right")
+        out: Ints = (by_length * _SHARES + by_share) * _EVIDENCES + by_evidence
+        return out * _RANKS + (rank > 0)
+
+    def probability(self, bucket: Ints, rows: Ints) -> Floats:
+        """P(accepted | parent accepted) of candidates in `bucket` for requests in `rows`, elementwise."""
+        odds = self._log_odds.take(bucket) + self.offsets.take(rows)
+        p: Floats = 1.0 / (1.0 + np.exp(-odds))
+        return np.minimum(p, MAX_PROBABILITY)
+
+    def learn(self, rows: Ints, bucket: Ints, expected: Floats, won: Bools) -> None:
+        """Trials that happened, one entry each; `expected` is the probability given for it then."""
+        np.add.at(self._tried, bucket, 1.0)
+        np.add.at(self._won, bucket, won.astype(np.float64))
+        touched = np.flatnonzero(np.bincount(bucket, minlength=self._tried.size))
+        excess = np.minimum(1.0, _MEMORY / self._tried[touched])
+        self._tried[touched] *= excess
+        self._won[touched] *= excess
+        self._log_odds[touched] = _log_odds(self._won[touched] / self._tried[touched])
+        surprise = np.bincount(rows, won - expected, minlength=self.offsets.size)
+        np.clip(
+            (self.offsets + _STEP * surprise) * _OFFSET_DECAY,
+            -_MAX_OFFSET,
+            _MAX_OFFSET,
+            out=self.offsets,
+        )
+
+
+def _log_odds(p: Floats) -> Floats:
+    p = np.clip(p, 1e-3, 1.0 - 1e-3)
+    return np.log(p / (1.0 - p))
+
+
+def _priors() -> Floats:
+    """Prior rate of every bucket: mildly hopeful for long matches, not for those of one or two tokens."""
+    rate = _PRIOR_BY_LENGTH[:, None, None, None] * _PRIOR_BY_SHARE[None, :, None, None]
+    rate = rate * np.array([0.9, 1.0, 1.0, 1.0])[None, None, :, None]
+    rate = rate * np.array([1.0, 0.6])[None, None, None, :]
+    return np.ascontiguousarray(rate).reshape(-1)
