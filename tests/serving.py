@@ -90,10 +90,12 @@ class Server:
     def kill(self) -> None:
         """End whatever is left of this server's session; for tests that fail."""
         self.client.close()
-        for process in self.family():
+        family = self.family()
+        for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
+        psutil.wait_procs(family, timeout=5)
 
     def report(self, problem: str) -> str:
         """`problem` with the command line and the end of stderr."""
