@@ -19,7 +19,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 READY_TIMEOUT_S = 300.0  # the embedded model may have to be converted first
 STOP_TIMEOUT_S = 30.0
-POLL_S = 0.05
+POLL_S = 0.2
 
 
 def free_port() -> int:
