@@ -1,0 +1,152 @@
+"""What /generate takes bodies for: every refusal names its field, nothing is coerced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from sgl_spec.errors import InvalidRequestError
+from sgl_spec.request import SamplingParams
+from sgl_spec.server.fields import INTEGER, STRINGS, Ignore, Refuse, Use, read_object
+from sgl_spec.server.openai_protocol import CHAT, COMPLETIONS
+from sgl_spec.server.protocol import GENERATE, read_generate
+from sgl_spec.server.requests import MAX_CHOICES
+from sgl_spec.server.sampling import NATIVE, OPENAI, SAMPLING_FIELDS
+
+
+class TestReadObject:
+    TABLE = {  # noqa: RUF012 - read only
+        "count": Use(INTEGER, 5),
+        "number": Use(INTEGER, target="count"),
+        "stop": Use(STRINGS),
+        "penalty": Refuse((0,)),
+        "flag": Refuse((False,)),
+        "user": Ignore(),
+    }
+
+    def test_defaults_and_null(self) -> None:
+        body = {"count": None, "stop": None, "penalty": None, "user": {"any": 1}}
+        assert read_object(body, self.TABLE) == {"count": 5, "stop": None}
+
+    def test_two_names_of_one_value_must_agree(self) -> None:
+        assert read_object({"count": 3, "number": 3}, self.TABLE)["count"] == 3
+        assert read_object({"number": 9}, self.TABLE)["count"] == 9
+        with pytest.raises(InvalidRequestError, match=r"count and number mean the same.*3 and 4"):
+            read_object({"count": 3, "number": 4}, self.TABLE)
+
+    @pytest.mark.parametrize("value", [True, 1.0, "1", [1], {}])
+    def test_no_coercion(self, value: object) -> None:
+        with pytest.raises(InvalidRequestError, match=r"a\.count must be an integer") as caught:
+            read_object({"count": value}, self.TABLE, "a")
+        assert caught.value.param == "a.count"
+
+    def test_null_in_a_list_is_no_default(self) -> None:
+        with pytest.raises(InvalidRequestError, match=r'stop must be .*, got \["a",null\]'):
+            read_object({"stop": ["a", None]}, self.TABLE)
+
+    def test_neutral_values_keep_their_type(self) -> None:
+        read_object({"penalty": 0.0, "flag": False}, self.TABLE)
+        for name, value in (("penalty", False), ("flag", 0), ("penalty", 0.5)):
+            with pytest.raises(InvalidRequestError, match=f"{name} is not supported.*got"):
+                read_object({name: value}, self.TABLE)
+
+    def test_unknown_names_get_a_hint(self) -> None:
+        with pytest.raises(InvalidRequestError, match=r"'a\.cuont'. Did you mean 'count'"):
+            read_object({"cuont": 1}, self.TABLE, "a")
+
+    @pytest.mark.parametrize("body", [None, [], "x", 3])
+    def test_only_objects(self, body: object) -> None:
+        with pytest.raises(InvalidRequestError, match="request body must be a JSON object"):
+            read_object(body, self.TABLE)
+
+
+def test_sampling_tables_cover_every_parameter() -> None:
+    """A field added to `SamplingParams` must be reachable over HTTP."""
+    fields = set(SamplingParams.__struct_fields__)
+    assert set(SAMPLING_FIELDS) == fields
+    for table in (NATIVE, OPENAI | COMPLETIONS, OPENAI | CHAT):
+        targets = {rule.target or name for name, rule in table.items() if isinstance(rule, Use)}
+        assert fields <= targets
+
+
+GOOD = {"text": "hello"}
+BAD_GENERATE: list[tuple[dict[str, Any], str]] = [
+    ({}, "Either text or input_ids should be provided"),
+    ({"text": "a", "input_ids": [1]}, "text and input_ids cannot both be given"),
+    ({"text": ""}, "text cannot be empty"),
+    ({"text": []}, "text cannot be empty"),
+    ({"text": 5}, "text must be a string or a list of strings, got 5"),
+    ({"text": ["a", 5]}, "text must be"),
+    ({"input_ids": []}, "input_ids cannot be empty"),
+    ({"input_ids": "1 2"}, "input_ids must be a list of integers"),
+    ({"input_ids": [1, None]}, r"input_ids must be .*got \[1,null\]"),
+    ({"input_ids": [1, [2]]}, "input_ids must be"),
+    ({"input_ids": [True]}, "input_ids must be"),
+    (GOOD | {"sampling_params": []}, "sampling_params must be one object"),
+    (GOOD | {"sampling_params": [{}]}, "sampling_params must be one object"),
+    ({"text": ["a", "b"], "sampling_params": [{}]}, "got 1 for 2 prompts"),
+    (GOOD | {"sampling_params": {"n": 0}}, f"n must be an integer from 1 to {MAX_CHOICES}, got 0"),
+    (GOOD | {"sampling_params": {"n": 10**9}}, "n must be an integer from 1"),
+    (GOOD | {"sampling_params": {"max_new_tokens": "ten"}}, r"sampling_params\.max_new_tokens"),
+    (GOOD | {"sampling_params": {"stop_token_ids": [None]}}, r"sampling_params\.stop_token_ids"),
+    (GOOD | {"sampling_params": {"stop_token_ids": ["a"]}}, r"sampling_params\.stop_token_ids"),
+    (GOOD | {"sampling_params": {"stop": 1}}, r"sampling_params\.stop must be"),
+    (GOOD | {"sampling_params": {"temprature": 1}}, "Did you mean 'temperature'"),
+    (GOOD | {"sampling_params": {"frequency_penalty": 0.5}}, r"frequency_penalty is not supported"),
+    (GOOD | {"sampling_params": {"json_schema": "{}"}}, r"json_schema is not supported"),
+    (GOOD | {"sampling_params": {"regex": "("}}, r"regex is not supported"),
+    (GOOD | {"return_logprob": True}, "return_logprob is not supported"),
+    (GOOD | {"lora_path": "x"}, "lora_path is not supported"),
+    (GOOD | {"image_data": "x"}, "image_data is not supported"),
+    (GOOD | {"stream": "yes"}, "stream must be true or false"),
+    (GOOD | {"rid": 7}, "rid must be a string"),
+    (GOOD | {"rid": ["a"]}, "rid must be a string for a single prompt"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD_GENERATE)
+def test_generate_refuses(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        read_generate(body)
+    assert caught.value.param is not None
+
+
+def test_generate_accepts_everything_neutral() -> None:
+    """Every known field may be null, and every unsupported one may ask for nothing."""
+    nulls = dict.fromkeys(GENERATE) | {"sampling_params": dict.fromkeys(NATIVE)}
+    assert read_generate(nulls | GOOD) == read_generate(GOOD)
+    for name, rule in GENERATE.items():
+        for neutral in rule.neutral if isinstance(rule, Refuse) else ():
+            assert read_generate(GOOD | {name: neutral}) == read_generate(GOOD)
+    for name, rule in NATIVE.items():
+        for neutral in rule.neutral if isinstance(rule, Refuse) else ():
+            assert read_generate(GOOD | {"sampling_params": {name: neutral}}) == read_generate(GOOD)
+
+
+def test_generate_batches() -> None:
+    call = read_generate(
+        {"input_ids": [[1, 2], [3]], "sampling_params": [{"n": 2}, {"temperature": 0}]}
+    )
+    assert [(a.prompt, a.n, a.where) for a in call.asked] == [
+        ([1, 2], 2, "input_ids[0]"),
+        ([3], 1, "input_ids[1]"),
+    ]
+    assert call.batch
+    assert call.asked[1].sampling["temperature"] == 0
+    single = read_generate({"text": "a", "sampling_params": {"n": 2}})
+    assert single.batch, "n > 1 answers with a list"
+    assert not read_generate({"input_ids": [1]}).batch
+
+
+def test_one_stop_string_is_not_a_list_of_characters() -> None:
+    call = read_generate({"text": "a", "sampling_params": {"stop": "end"}})
+    assert call.asked[0].sampling["stop"] == ("end",)
+
+
+def test_json_numbers_that_are_none() -> None:
+    """Python's json module writes these; the parser must not let them through."""
+    for text in (b"NaN", b"Infinity", b"-Infinity", b"1e999"):
+        with pytest.raises(orjson.JSONDecodeError):
+            orjson.loads(b'{"temperature": %s}' % text)

@@ -1,0 +1,126 @@
+"""What the OpenAI routes take bodies for, and where absent sampling values come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sgl_spec.errors import InvalidRequestError, NotFoundError
+from sgl_spec.server.fields import Ignore, Refuse
+from sgl_spec.server.openai_protocol import CHAT, OpenAICall, read_chat, read_completions
+from sgl_spec.server.sampling import SamplingDefaults
+
+NO_DEFAULTS = SamplingDefaults({})
+SERVED = ("smollm2", "default")
+
+
+def chat(body: dict[str, Any]) -> OpenAICall:
+    return read_chat(body, NO_DEFAULTS, SERVED, lambda prompt: repr(prompt.messages))
+
+
+def completions(body: dict[str, Any]) -> OpenAICall:
+    return read_completions(body, NO_DEFAULTS, SERVED, repr)
+
+
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({}, "prompt is required"),
+    ({"prompt": ""}, "prompt cannot be empty"),
+    ({"prompt": []}, "prompt cannot be empty"),
+    ({"prompt": [1, "a"]}, "prompt must be a string"),
+    ({"prompt": "a", "max_tokens": 1.5}, r"max_tokens must be an integer, got 1\.5"),
+    ({"prompt": "a", "n": 0}, "n must be"),
+    ({"prompt": "a", "logprobs": 1}, "logprobs is not supported"),
+    ({"prompt": "a", "logprobs": 0}, "logprobs is not supported"),
+    ({"prompt": "a", "best_of": 2}, "best_of is not supported"),
+    ({"prompt": "a", "suffix": "b"}, "suffix is not supported"),
+    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias is not supported"),
+    ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format is not"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options is only allowed"),
+    ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, r"stream_options\.x"),
+    ({"prompt": "a", "messages": []}, "Unknown field 'messages'"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD_COMPLETIONS)
+def test_completions_refuses(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        completions(body)
+
+
+def test_completions_prompts_and_echo() -> None:
+    assert [a.prompt for a in completions({"prompt": ["a", "b"]}).asked] == ["a", "b"]
+    assert [a.prompt for a in completions({"prompt": [1, 2]}).asked] == [[1, 2]]
+    assert completions({"prompt": [[1], [2]], "echo": True}).echo == ["[1]", "[2]"]
+    assert completions({"prompt": "a"}).asked[0].sampling["max_new_tokens"] == 16
+
+
+USER = {"role": "user", "content": "hi"}
+BAD_CHAT: list[tuple[dict[str, Any], str]] = [
+    ({}, "messages is required"),
+    ({"messages": []}, "messages cannot be empty"),
+    ({"messages": "hi"}, "messages must be a list"),
+    ({"messages": ["hi"]}, r"messages\[0\] must be a JSON object"),
+    ({"messages": [{"content": "x"}]}, r"messages\[0\]\.role must be"),
+    ({"messages": [USER, {"role": "tool", "content": "x"}]}, r"messages\[1\]\.role.*got \"tool\""),
+    ({"messages": [{"role": "user"}]}, r"messages\[0\]\.content must be"),
+    ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\]\.content must be.*got 3"),
+    ({"messages": [{**USER, "tool_calls": [{}]}]}, r"messages\[0\]\.tool_calls is not supported"),
+    ({"messages": [USER], "tools": [{}]}, "tools is not supported"),
+    ({"messages": [USER], "logprobs": True}, "logprobs is not supported"),
+    ({"messages": [USER], "presence_penalty": 1}, "presence_penalty is not supported"),
+    ({"messages": [USER], "max_tokens": 3, "max_completion_tokens": 4}, "mean the same"),
+    ({"messages": [USER], "continue_final_message": True}, "continue_final_message needs"),
+    ({"messages": [USER], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs cannot"),
+    ({"messages": [USER], "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs cannot"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD_CHAT)
+def test_chat_refuses(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        chat(body)
+
+
+def test_chat_accepts_everything_neutral() -> None:
+    expected = chat({"messages": [USER]})
+    assert chat(dict.fromkeys(CHAT) | {"messages": [USER]}) == expected
+    for name, rule in CHAT.items():
+        values = rule.neutral if isinstance(rule, Refuse) else ()
+        values = ("anything",) if isinstance(rule, Ignore) else values
+        for value in values:
+            assert chat({"messages": [USER], name: value}) == expected
+
+
+def test_chat_budget_and_roles() -> None:
+    call = chat({"messages": [{"role": "developer", "content": "be kind"}, USER]})
+    assert "'role': 'system'" in call.asked[0].prompt
+    assert call.asked[0].sampling["max_new_tokens"] is None
+    assert not call.asked[0].add_special_tokens
+    assert chat({"messages": [USER], "max_tokens": 5}).asked[0].sampling["max_new_tokens"] == 5
+
+
+def test_unknown_models_are_not_found() -> None:
+    for name in SERVED:
+        chat({"messages": [USER], "model": name})
+    with pytest.raises(NotFoundError, match=r'"gpt" does not exist here; model may be "smollm2"'):
+        chat({"messages": [USER], "model": "gpt"})
+
+
+class TestDefaults:
+    def test_the_model_decides_what_the_client_leaves_out(self) -> None:
+        defaults = SamplingDefaults({"temperature": 0.6, "top_k": 20, "do_sample": True})
+        body = {"messages": [USER], "top_k": 3, "temperature": None}
+        call = read_chat(body, defaults, SERVED, lambda _: "x")
+        sampling = call.asked[0].sampling
+        assert (sampling["temperature"], sampling["top_k"], sampling["top_p"]) == (0.6, 3, 1.0)
+
+    def test_top_k_zero_keeps_all_tokens(self) -> None:
+        assert SamplingDefaults({"top_k": 0}).values["top_k"] == -1
+
+    def test_what_cannot_be_honoured_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+        SamplingDefaults({"repetition_penalty": 1.1, "typical_p": 1.0})
+        assert [r.getMessage() for r in caplog.records] == [
+            "The model's generation_config asks for repetition_penalty=1.1, which is not "
+            "supported and has no effect."
+        ]
