@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import psutil
 import torch
-from tokenizers import Tokenizer
 
 from sgl_spec.args import ResolvedArgs, ServerArgs
 from sgl_spec.engine.calibrate import measure_costs
@@ -36,7 +35,7 @@ from sgl_spec.speculative.base import (
     build_drafter,
     registered_drafters,
 )
-from sgl_spec.text import PROMPT_TAIL, StopMatcher, check_tokenizer
+from sgl_spec.text import PROMPT_TAIL, StopMatcher, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +62,7 @@ class Engine:
         )
         self.counters = EngineCounters()
         self.throughput = Throughput()
-        self.tokenizer = Tokenizer.from_file(str(self.tokenizer_dir / "tokenizer.json"))
-        check_tokenizer(self.tokenizer)
+        self.tokenizer = load_tokenizer(self.tokenizer_dir)
         self._build(check_every_step)
 
     def _tokenizer_dir(self) -> Path:
@@ -145,7 +143,7 @@ class Engine:
             "draft_tokens": self.args.tree_nodes,
             "memory": {
                 "weight": self.model.weight_bytes / 1e9,
-                "kvcache": self.num_slots * self.model.kv_bytes_per_token / 1e9,
+                "kvcache": self.num_slots * _kv_bytes_per_token(self.model) / 1e9,
                 "token_capacity": self.num_slots,
             },
         }
@@ -216,17 +214,23 @@ def _check_device(args: ResolvedArgs) -> None:
 
 def _pool_slots(args: ResolvedArgs, model: Decoder, width: int) -> int:
     """Slots of the KV pool, in whole pages."""
-    page = args.page_size
+    page, per_token = args.page_size, _kv_bytes_per_token(model)
     if args.max_total_tokens is not None:
         return ceil_page(args.max_total_tokens, page)
-    room = int(psutil.virtual_memory().available * POOL_FRACTION) // model.kv_bytes_per_token
+    room = int(psutil.virtual_memory().available * POOL_FRACTION) // per_token
     slots = floor_page(min(room, args.max_running_requests * width), page)
     if slots < min(width, 2 * page + tree_reserve(args.tree_nodes)):
         raise ConfigError(
-            f"The free memory holds only {room} KV slots of {model.kv_bytes_per_token} bytes; "
+            f"The free memory holds only {room} KV slots of {per_token} bytes; "
             "free some, or give --max-total-tokens or a shorter --context-length."
         )
     return slots
+
+
+def _kv_bytes_per_token(model: Decoder) -> int:
+    config = model.config
+    elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return elements * model.dtype.itemsize
 
 
 def _make_drafter(args: ResolvedArgs, rows: int, width: int, vocab_size: int) -> Drafter | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
-from sgl_spec_kernels.kv_move import move_kv
+from sgl_spec_kernels.kv_move import move_kv_rows
 from torch import Tensor
 
 from sgl_spec.engine.batch import (
@@ -189,7 +189,7 @@ class Worker:
             self.table.device[rows[:, None], positions] = moved
             return
         kept = torch.arange(width)[None, :] < accepted.counts[:, None]
-        move_kv(self.kv.k, self.kv.v, moved[kept].long(), slots[kept].long())
+        move_kv_rows(self.kv.k, self.kv.v, moved[kept].long(), slots[kept].long())
 
     def _output(self, draft: DraftBatch, tree: TokenTree, accepted: AcceptResult) -> StepOutput:
         tokens = [

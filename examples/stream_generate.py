@@ -1,0 +1,55 @@
+"""Read the native `/generate` stream with nothing but the standard library.
+
+    python examples/stream_generate.py "The capital of France is"
+
+Each event holds all text so far. The last one tells how the speculation went.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+
+def events(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The decoded events of one streamed request."""
+    data = json.dumps({**body, "stream": True}).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as response:
+        for line in response:
+            text = line.decode().strip()
+            if text == "data: [DONE]":
+                return
+            if text:
+                yield json.loads(text.removeprefix("data: "))
+
+
+def main() -> None:
+    """Print the text as it grows, then the request's figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("prompt")
+    parser.add_argument("--url", default=os.environ.get("SGL_SPEC_URL", "http://127.0.0.1:30000"))
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    options = parser.parse_args()
+
+    body = {
+        "text": options.prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": options.max_new_tokens},
+    }
+    shown = 0
+    last: dict[str, Any] = {}
+    for last in events(f"{options.url}/generate", body):
+        print(last["text"][shown:], end="", flush=True)
+        shown = len(last["text"])
+    meta = last["meta_info"]
+    print(f"\n[{meta['completion_tokens']} tokens, finish: {meta['finish_reason']['type']}]")
+    if "spec_verify_ct" in meta:
+        print(f"[{meta['spec_verify_ct']} rounds, accept length {meta['spec_accept_length']:.2f}]")
+
+
+if __name__ == "__main__":
+    main()
