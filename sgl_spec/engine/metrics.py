@@ -50,7 +50,7 @@ class EngineCounters:
             "spec_proposed_total": self.proposed,
             "spec_accepted_total": self.accepted,
             "spec_emitted_total": self.emitted,
-            "spec_accept_histogram": list(self.histogram),
+            "spec_histogram": list(self.histogram),
         }
 
 
