@@ -64,6 +64,10 @@ class NodeStore:
         """Children of each node, listed or not."""
         return self.column(ids, META) & _CHILDREN
 
+    def rank_value(self, ids: Ints) -> Ints32:
+        """What a parent ranks these nodes by: larger is better."""
+        return self.column(ids, self._rank)
+
     def depth(self, ids: Ints) -> Ints32:
         """Tokens in each node's n-gram."""
         return (self.column(ids, META) >> _DEPTH_SHIFT) & 127

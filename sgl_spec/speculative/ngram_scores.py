@@ -15,7 +15,9 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-_LENGTH_EDGES = np.array([2, 3, 4, 5, 7, 10, 14, 17])  # 1 | 2 | 3 | 4 | 5-6 | 7-9 | 10-13 | 14-16 | 17+
+_LENGTH_EDGES = np.array(
+    [2, 3, 4, 5, 7, 10, 14, 17]
+)  # 1 | 2 | 3 | 4 | 5-6 | 7-9 | 10-13 | 14-16 | 17+
 _SHARE_EDGES = np.array([0.1, 0.25, 0.5, 0.75, 0.95])
 _EVIDENCE_EDGES = np.array([2, 4, 12])
 _LENGTHS, _SHARES, _EVIDENCES, _RANKS = 9, 7, 4, 2
@@ -63,7 +65,7 @@ class AcceptanceModel:
         return out * _RANKS + (rank > 0)
 
     def probability(self, bucket: Ints, rows: Ints) -> Floats:
-        """P(accepted | parent accepted) of candidates in `bucket` for requests in `rows`, elementwise."""
+        """P(accepted | parent accepted) of candidates, by bucket and request row; both broadcast."""
         odds = self._log_odds.take(bucket) + self.offsets.take(rows)
         p: Floats = 1.0 / (1.0 + np.exp(-odds))
         return np.minimum(p, MAX_PROBABILITY)
