@@ -149,8 +149,7 @@ class ScriptedEngine:
 
     def step(self) -> None:
         """One step of everything that runs."""
-        while self.waiting and len(self.running) < self.args.max_running_requests:
-            self.running.append(self.waiting.popleft())
+        self.admit()
         chunks = [item.step(self.script.tokens) for item in self.running]
         self.counts["generation_tokens_total"] += sum(len(chunk.ids) for chunk in chunks)
         self.counts["spec_verify_total"] += len(chunks)
@@ -158,6 +157,11 @@ class ScriptedEngine:
         self.running = [item for item in self.running if item.request.rid not in done]
         if chunks:
             self.outbox.send(encode(Chunks(chunks)))
+
+    def admit(self) -> None:
+        """Start what waits, as far as there is room."""
+        while self.waiting and len(self.running) < self.args.max_running_requests:
+            self.running.append(self.waiting.popleft())
 
     def handle(self, message: ToEngine) -> None:
         """Take one message."""
@@ -182,6 +186,7 @@ class ScriptedEngine:
         """Queue a request, or refuse it when the queue is full."""
         self.counts["requests_total"] += 1
         self.counts["prompt_tokens_total"] += len(item.request.input_ids)
+        self.admit()
         limit = self.args.max_queued_requests
         if limit is not None and len(self.waiting) >= limit:
             full = FinishReason(kind="abort", message="The request queue is full.", status=503)

@@ -7,11 +7,13 @@ from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
 import sgl_spec
 from sgl_spec.errors import InvalidRequestError, NotFoundError, SglSpecError, UnavailableError
 from sgl_spec.server.fields import preview, read_object
+from sgl_spec.server.frontend import ClientGone
 from sgl_spec.server.http import (
     ApiKey,
     EventStream,
@@ -24,6 +26,8 @@ from sgl_spec.server.http import (
 from sgl_spec.server.protocol import ABORT
 from sgl_spec.server.service import Service
 
+# Nobody reads it, but the log shows it.
+CLIENT_GONE_STATUS = 499
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 router = APIRouter()
@@ -185,6 +189,10 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     return Json(body, error.status_code, error.headers)
 
 
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE_STATUS)
+
+
 async def _on_bug(request: Request, error: Exception) -> Response:
     path = request.url.path
     message = f"The server failed on this request: {type(error).__name__}."
@@ -198,6 +206,8 @@ def build_app(state: ServerState, api_key: str | None) -> FastAPI:
     app.include_router(router)
     app.add_exception_handler(SglSpecError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
     if api_key is not None:
         app.add_middleware(ApiKey, key=api_key)

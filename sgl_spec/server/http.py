@@ -28,7 +28,6 @@ MAX_BODY_BYTES = 8 * 2**20
 MAX_DROPPED_BYTES = 64 * 2**20
 DONE = b"data: [DONE]\n\n"
 OPEN_PATHS = ("/health", "/metrics")
-CLIENT_GONE_STATUS = 499
 
 
 class Json(Response):
@@ -118,16 +117,13 @@ class Run:
         return self.frontend.open(self.made.requests, self.made.group)
 
     async def whole(self, request: Request) -> Response:
-        """Wait for all outputs and reply at once."""
+        """Wait for all outputs and reply at once. Raises `ClientGone` and the engine's errors."""
         async with self.open() as ticket:
             ticket.watch(request.receive)
-            try:
-                while updates := await ticket.updates():
-                    for update in updates:
-                        self.outputs[update.index].feed(update)
-                        _raise_failure(self.outputs[update.index])
-            except ClientGone:
-                return Response(status_code=CLIENT_GONE_STATUS)
+            while updates := await ticket.updates():
+                for update in updates:
+                    self.outputs[update.index].feed(update)
+                    _raise_failure(self.outputs[update.index])
         return Json(self.replies.whole(self.outputs))
 
     async def next_events(self, ticket: Ticket) -> bytes:

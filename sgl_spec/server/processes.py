@@ -75,7 +75,7 @@ class Engine:
             [sys.executable, "-P", "-m", "sgl_spec.server.child", str(os.getpid())],
             stdin=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            start_new_session=True,
+            process_group=0,  # Ctrl-C in a terminal is for the API process to handle
         )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # `exited` will tell
