@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_spec.errors import InvalidRequestError
+from sgl_spec.request import SamplingParams
 from sgl_spec.server.fields import (
     BOOLEAN,
     IDS,
@@ -17,7 +18,6 @@ from sgl_spec.server.fields import (
     Refuse,
     Table,
     Use,
-    is_integer,
     is_number,
 )
 
@@ -114,8 +114,8 @@ class SamplingDefaults:
     def __init__(self, generation: Mapping[str, Any]) -> None:
         self.values = dict(OPENAI_DEFAULTS)
         for name, value in generation.items():
-            if name in OPENAI_DEFAULTS and is_number(value):
-                self.values[name] = _as_ours(name, value)
+            if name in OPENAI_DEFAULTS and value is not None:
+                self._take(name, value)
             elif name in UNSUPPORTED_DEFAULTS and value not in (None, UNSUPPORTED_DEFAULTS[name]):
                 logger.warning(
                     "The model's generation_config asks for %s=%r, which is not supported and has "
@@ -123,18 +123,26 @@ class SamplingDefaults:
                     name,
                     value,
                 )
-        if generation.get("do_sample") is False and "temperature" not in generation:
-            logger.debug("do_sample=false in generation_config has no effect on the defaults.")
+
+    def _take(self, name: str, value: Any) -> None:
+        """Let generation_config's value be the default, if it is one that a client could send."""
+        if name == "top_k" and is_number(value) and float(value).is_integer():
+            value = int(value) or -1  # "keep every token" is 0 there and -1 here
+        field = NATIVE[name]
+        assert isinstance(field, Use)
+        try:
+            if not field.kind.accepts(value):
+                raise InvalidRequestError(f"{name} must be {field.kind.allowed}, got {value!r}.")
+            SamplingParams(**{name: value}).check(vocab_size=1)
+        except InvalidRequestError as error:
+            logger.warning("The model's generation_config is not used: %s", error.message)
+        else:
+            self.values[name] = value
 
     def fill(self, fields: dict[str, Any]) -> dict[str, Any]:
         """`fields` with the defaults where they are None."""
         absent = {name: value for name, value in self.values.items() if fields[name] is None}
         return fields | absent
-
-
-def _as_ours(name: str, value: float) -> float:
-    """generation_config writes "keep every token" as top_k 0; here it is -1."""
-    return -1 if name == "top_k" and value == 0 else value
 
 
 def sampling_of(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,6 +151,4 @@ def sampling_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     stop = chosen["stop"]
     chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     chosen["stop_token_ids"] = tuple(chosen["stop_token_ids"])
-    if chosen["top_k"] is not None and not is_integer(chosen["top_k"]):
-        raise InvalidRequestError(f"top_k must be an integer, got {chosen['top_k']!r}.")
     return chosen

@@ -115,8 +115,19 @@ class TestDefaults:
         sampling = call.asked[0].sampling
         assert (sampling["temperature"], sampling["top_k"], sampling["top_p"]) == (0.6, 3, 1.0)
 
-    def test_top_k_zero_keeps_all_tokens(self) -> None:
-        assert SamplingDefaults({"top_k": 0}).values["top_k"] == -1
+    @pytest.mark.parametrize(("theirs", "ours"), [(0, -1), (20.0, 20), (50, 50), (None, -1)])
+    def test_top_k_in_their_spelling(self, theirs: Any, ours: int) -> None:
+        top_k = SamplingDefaults({"top_k": theirs}).values["top_k"]
+        assert (top_k, type(top_k)) == (ours, int)
+
+    @pytest.mark.parametrize(
+        "broken", [{"top_p": 1.5}, {"temperature": "hot"}, {"top_k": 2.5}, {"min_p": True}]
+    )
+    def test_broken_defaults_do_not_break_requests(
+        self, broken: dict[str, Any], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert SamplingDefaults(broken).values == SamplingDefaults({}).values
+        assert f"{next(iter(broken))} must be" in caplog.text
 
     def test_what_cannot_be_honoured_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
         SamplingDefaults({"repetition_penalty": 1.1, "typical_p": 1.0})
