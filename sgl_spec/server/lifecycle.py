@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # After a SIGTERM or SIGINT, running requests have this long to end before they are aborted.
 DRAIN_TIMEOUT_S = 30.0
 ABORT_TIMEOUT_S = 2.0
-ENGINE_EXIT_TIMEOUT_S = 10.0
+ENGINE_EXIT_TIMEOUT_S = 5.0
 ENGINE_CONNECT_TIMEOUT_S = 10.0
 HTTP_CLOSE_TIMEOUT_S = 2
 LAST_WORDS_S = 0.2
@@ -58,6 +58,7 @@ class Server:
         self._entry = entry
         self._state = ServerState()
         self._failed: Failed | None = None
+        self._last_words = ""
 
     async def run(self) -> int:
         """Serve until a signal or the engine's end; the exit code."""
@@ -82,6 +83,7 @@ class Server:
             http.should_exit = True
             await serving
             self._engine.close()
+            sys.stderr.write(self._last_words)
 
     def _http(self) -> _HttpServer:
         config = uvicorn.Config(
@@ -89,7 +91,6 @@ class Server:
             http="httptools",
             lifespan="off",
             log_config=None,
-            log_level=self._args.log_level,
             server_header=False,
             timeout_graceful_shutdown=HTTP_CLOSE_TIMEOUT_S,
         )
@@ -148,7 +149,7 @@ class Server:
         if not isinstance(error, SglSpecError):
             assert error is not None
             raise error
-        sys.stderr.write(f"{error.message}\n")
+        self._last_words = f"{error.message}\n"
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
 
     async def _engine_died(self) -> int:
@@ -160,7 +161,7 @@ class Server:
             message = self._failed.message
         self._state.problem = message
         self._frontend.fail_all(message)
-        sys.stderr.write(f"{message}\n")
+        self._last_words = f"{message}\n"
         config = self._failed is not None and self._failed.config_error
         return EXIT_CONFIG if config else EXIT_FAILED
 

@@ -13,3 +13,5 @@ def configure_logging(level: str, process: str) -> None:
         datefmt="%Y-%m-%d %H:%M:%S",
         force=True,
     )
+    # What uvicorn says of its own start and end; `Server` has better words for both.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
