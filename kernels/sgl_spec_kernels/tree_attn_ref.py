@@ -40,7 +40,7 @@ class AttnGroup:
     start: int
     batch: int
     q_len: int
-    slots: Tensor
+    slots: Tensor | slice
     mask: Tensor | None
 
 
@@ -116,13 +116,26 @@ def tree_attn(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttnPlan, scale
         # [b, n, kv_heads, heads_per_kv, d] -> [b, kv_heads, n * heads_per_kv, d]
         folded = planned[group.start : group.start + b * n].view(b, n, kv_heads, -1, head_dim)
         folded = folded.transpose(1, 2).reshape(b, kv_heads, -1, head_dim)
-        k = keys.index_select(0, group.slots).view(b, -1, kv_heads, head_dim).transpose(1, 2)
-        v = values.index_select(0, group.slots).view(b, -1, kv_heads, head_dim).transpose(1, 2)
+        k = _read(keys, group.slots).view(b, -1, kv_heads, head_dim).transpose(1, 2)
+        v = _read(values, group.slots).view(b, -1, kv_heads, head_dim).transpose(1, 2)
         out = F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask, scale=scale)
         out = out.view(b, kv_heads, n, -1, head_dim).transpose(1, 2)
         outputs.append(out.reshape(b * n, -1))
     result = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return result if plan.scatter is None else result.index_select(0, plan.scatter)
+
+
+def _read(cache: Tensor, slots: Tensor | slice) -> Tensor:
+    return cache[slots] if isinstance(slots, slice) else cache.index_select(0, slots)
+
+
+def _as_run(slots: Tensor) -> Tensor | slice:
+    """One run of neighbouring slots as a slice, which reads the cache where it lies."""
+    first, last = int(slots[0]), int(slots[-1])
+    if last - first != len(slots) - 1:
+        return slots
+    run = torch.arange(first, last + 1, dtype=slots.dtype, device=slots.device)
+    return slice(first, last + 1) if torch.equal(slots, run) else slots
 
 
 def _similar(requests: list[_Request]) -> Iterator[list[_Request]]:
@@ -179,14 +192,16 @@ class _PlanBuilder:
         corner = self._causal_corner(tallest, max(request.kv_len for request in requests))
         for request in requests:
             slots = self.req_to_token[request.table_row, : request.kv_len]
+            run = _as_run(slots)
             for first in range(0, request.q_len, size):
                 n = min(size, request.q_len - first)
                 kv_len = request.prefix + first + n
+                columns = slots[:kv_len] if run is slots else slice(run.start, run.start + kv_len)
                 mask = corner[None, None, -n * self.heads_per_kv :, -kv_len:]
                 self._add(
                     1,
                     n,
-                    slots[:kv_len],
+                    columns,
                     mask,
                     range(request.start + first, request.start + first + n),
                 )
@@ -205,7 +220,8 @@ class _PlanBuilder:
             slots = torch.where(column < lengths[:, None], table, table[:, :1])
         order = [r.start + min(j, r.q_len - 1) for r in requests for j in range(q_len)]
         mask = self._tree_mask(requests, q_len, kv_len, order)
-        self._add(len(requests), q_len, slots.reshape(-1), mask, order)
+        columns = _as_run(slots[0]) if len(requests) == 1 else slots.reshape(-1)
+        self._add(len(requests), q_len, columns, mask, order)
 
     def finish(self, num_rows: int) -> AttnPlan:
         """The plan of a forward of `num_rows` rows."""
@@ -218,7 +234,12 @@ class _PlanBuilder:
         return AttnPlan(self.groups, self._ints(self.row_order), self._ints(scatter))
 
     def _add(
-        self, batch: int, q_len: int, slots: Tensor, mask: Tensor | None, order: list[int] | range
+        self,
+        batch: int,
+        q_len: int,
+        slots: Tensor | slice,
+        mask: Tensor | None,
+        order: list[int] | range,
     ) -> None:
         self.groups.append(AttnGroup(len(self.row_order), batch, q_len, slots, mask))
         self.row_order.extend(order)
