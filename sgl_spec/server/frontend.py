@@ -288,7 +288,9 @@ class Frontend:
         if self._latencies is None:
             return
         if chunk.ids and record.last is None:
-            self._latencies.first_token(now - record.arrival)
+            # A reply that is not streamed may come all at once: when the first was is not known.
+            if chunk.finish is None or len(chunk.ids) == 1:
+                self._latencies.first_token(now - record.arrival)
         elif chunk.ids and record.last is not None:
             self._latencies.next_tokens(now - record.last, len(chunk.ids))
         if chunk.ids:

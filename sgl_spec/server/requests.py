@@ -152,7 +152,9 @@ class RequestMaker:
             wanted["max_new_tokens"] = self._room(len(ids))
         sampling = self._check(wanted, item.names)
         excess = len(ids) + sampling.max_new_tokens - info.context_length
-        if excess > 0 and not self._truncate:
+        if self._truncate:
+            excess = sampling.max_new_tokens - self._room(len(ids))
+        elif excess > 0:
             name = item.names.get("max_new_tokens", "max_new_tokens")
             raise InvalidRequestError(
                 "Requested token count exceeds the model's maximum context length of "

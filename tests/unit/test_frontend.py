@@ -298,6 +298,11 @@ def test_latencies_are_told_of_tokens_not_of_empty_chunks() -> None:
         for ids in ((), (1,), (2, 3, 4), ()):
             link.reply(chunk("a", *ids))
         link.reply(chunk("a", finish=STOP))
-        assert times.told == [("first", 1), ("next", 3), ("finished", 0)]
+        link.frontend.open([request("b"), request("c")])
+        link.reply(chunk("b", 5, 6, finish=STOP), chunk("c", 7, finish=STOP))
+        assert times.told == [
+            *(("first", 1), ("next", 3), ("finished", 0)),
+            *(("finished", 2), ("first", 1), ("finished", 1)),
+        ]
 
     run(body)
