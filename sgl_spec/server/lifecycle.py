@@ -34,6 +34,8 @@ ABORT_TIMEOUT_S = 2.0
 ENGINE_EXIT_TIMEOUT_S = 5.0
 ENGINE_CONNECT_TIMEOUT_S = 10.0
 HTTP_CLOSE_TIMEOUT_S = 2
+# Longer than clients keep idle connections (5 s is usual), so that none is closed under a request.
+HTTP_KEEP_ALIVE_S = 60
 LAST_WORDS_S = 0.2
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
@@ -92,6 +94,7 @@ class Server:
             lifespan="off",
             log_config=None,
             server_header=False,
+            timeout_keep_alive=HTTP_KEEP_ALIVE_S,
             timeout_graceful_shutdown=HTTP_CLOSE_TIMEOUT_S,
         )
         return _HttpServer(config)

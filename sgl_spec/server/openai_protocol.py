@@ -34,7 +34,7 @@ _SHARED: Table = OPENAI | {
     "stream": Use(BOOLEAN, False),
     "stream_options": Use(OBJECT),
     "response_format": Refuse(({"type": "text"},)),
-    "lora_path": Refuse(),
+    "lora_path": Refuse(("",)),
     "session_params": Refuse(({},)),
     "extra_key": Refuse(),
     "cache_salt": Refuse(),
@@ -210,10 +210,6 @@ def _ask(prompt: str | list[int], where: str, fields: dict[str, Any], budget: st
 
 
 def _call(fields: dict[str, Any], asked: list[Asked], echo: list[str] | None) -> OpenAICall:
-    if fields["stream_options"] is not None and not fields["stream"]:
-        raise InvalidRequestError(
-            "stream_options is only allowed when stream is true.", param="stream_options"
-        )
     options = read_object(fields["stream_options"] or {}, STREAM_OPTIONS, "stream_options")
     return OpenAICall(
         asked=asked,

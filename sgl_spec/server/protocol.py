@@ -43,7 +43,7 @@ GENERATE: Table = {
     "video_data": Refuse(([],)),
     "audio_data": Refuse(([],)),
     "modalities": Refuse(([],)),
-    "lora_path": Refuse(),
+    "lora_path": Refuse(("",)),
     "lora_id": Refuse(),
     "session_id": Refuse(),
     "session_params": Refuse(({},)),

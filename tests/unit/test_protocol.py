@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sgl_spec.errors import InvalidRequestError
+from sgl_spec.errors import InvalidRequestError, NotFoundError
 from sgl_spec.request import SamplingParams
-from sgl_spec.server.fields import INTEGER, STRINGS, Ignore, Refuse, Use, read_object
-from sgl_spec.server.openai_protocol import CHAT, COMPLETIONS
+from sgl_spec.server.fields import INTEGER, STRINGS, Ignore, Refuse, Table, Use, read_object
+from sgl_spec.server.openai_protocol import CHAT, COMPLETIONS, read_chat, read_completions
 from sgl_spec.server.protocol import GENERATE, read_generate
 from sgl_spec.server.requests import MAX_CHOICES
-from sgl_spec.server.sampling import NATIVE, OPENAI, SAMPLING_FIELDS
+from sgl_spec.server.sampling import NATIVE, OPENAI, SAMPLING_FIELDS, SamplingDefaults
 
 
 class TestReadObject:
@@ -143,6 +147,33 @@ def test_generate_batches() -> None:
 def test_one_stop_string_is_not_a_list_of_characters() -> None:
     call = read_generate({"text": "a", "sampling_params": {"stop": "end"}})
     assert call.asked[0].sampling["stop"] == ("end",)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from([*NATIVE, *CHAT, "role", "content", "type"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+ROUTES: dict[str, tuple[Table, Callable[[object], object]]] = {
+    "generate": (GENERATE, read_generate),
+    "completions": (COMPLETIONS, lambda b: read_completions(b, SamplingDefaults({}), (), repr)),
+    "chat": (CHAT, lambda b: read_chat(b, SamplingDefaults({}), (), repr)),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@given(data=st.data())
+def test_any_json_is_read_or_refused(route: str, data: st.DataObject) -> None:
+    """Whatever a client sends, the answer is a reading or a sentence, never another exception."""
+    table, read = ROUTES[route]
+    fields = data.draw(st.dictionaries(st.sampled_from([*table, "x"]), JSON, max_size=4) | JSON)
+    with contextlib.suppress(InvalidRequestError, NotFoundError):
+        read(fields)
 
 
 def test_json_numbers_that_are_none() -> None:

@@ -36,7 +36,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "suffix": "b"}, "suffix is not supported"),
     ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias is not supported"),
     ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format is not"),
-    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options is only allowed"),
+    ({"prompt": "a", "stream_options": {"include_usage": 1}}, r"stream_options\.include_usage"),
     ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, r"stream_options\.x"),
     ({"prompt": "a", "messages": []}, "Unknown field 'messages'"),
 ]
