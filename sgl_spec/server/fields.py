@@ -94,7 +94,10 @@ PROMPTS = Kind(
 
 def preview(value: object) -> str:
     """A short JSON rendering of a value for error messages."""
-    text = orjson.dumps(value, default=repr).decode()
+    try:
+        text = orjson.dumps(value, default=repr).decode()
+    except orjson.JSONEncodeError:  # an integer of more than 64 bits, a lone surrogate
+        text = ascii(value)
     return text if len(text) <= PREVIEW_CHARS else text[: PREVIEW_CHARS - 3] + "..."
 
 
