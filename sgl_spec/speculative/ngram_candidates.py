@@ -37,7 +37,7 @@ class Layout:
 
     firsts: children of the root, best first. main: the chain below the first of them, `steps` long.
     sides: chains below the next `sides` firsts. forks: `forks` other children beside each main node.
-    parent: [C] column of the parent, -1 for the root; it is smaller than the column's own. level: [C].
+    parent: [C] column of the parent, -1 for the root; it is smaller than the column's own.
     """
 
     def __init__(self, nodes: int, sides: int, forks: int) -> None:
@@ -56,14 +56,11 @@ class Layout:
         above.append(np.repeat(above[0], forks))
         self.parent = np.concatenate([np.full(self.firsts, -1), *above]).astype(np.int64)
         self.columns = self.parent.size
-        self.level = np.ones(self.columns, np.int64)
-        for i in range(self.firsts, self.columns):
-            self.level[i] = self.level[self.parent[i]] + 1
 
 
 class Candidates:
     """[B, C] candidates: token, acceptance model bucket, chance given an accepted parent, score (the
-    chance of the whole path), match (length of the match the whole path started from)."""
+    chance of the whole path)."""
 
     def __init__(self, batch: int, layout: Layout) -> None:
         shape = (batch, layout.columns)
@@ -72,17 +69,13 @@ class Candidates:
         self.buckets = np.zeros(shape, np.int64)
         self.chances = np.zeros(shape)
         self.scores = np.zeros(shape)
-        self.match = np.zeros(shape, np.int64)
         self.valid = np.zeros(shape, np.bool_)
 
-    def put_firsts(
-        self, at: Ints, tokens: Ints, match: Ints, buckets: Ints, chances: Floats
-    ) -> None:
+    def put_firsts(self, at: Ints, tokens: Ints, buckets: Ints, chances: Floats) -> None:
         """at: [m] request * firsts + rank; the others [m]."""
         at = at // self.layout.firsts * self.layout.columns + at % self.layout.firsts
         for target, values in (
             (self.tokens, tokens),
-            (self.match, match),
             (self.buckets, buckets),
             (self.chances, chances),
         ):
@@ -99,7 +92,6 @@ class Candidates:
         self.buckets[:, where] = buckets
         self.chances[:, where] = chances * valid
         self.scores[:, where] = self.scores[:, :1] * np.cumprod(chances, axis=1)
-        self.match[:, where] = self.match[:, :1]
         self.valid[:, where] = valid
 
     def put_sides(self, tokens: Ints, buckets: Ints, chances: Floats, valid: Bools) -> None:
@@ -111,7 +103,6 @@ class Candidates:
         self.chances[:, where] = chances.reshape(batch, -1)
         path = self.scores[:, own, None] * np.cumprod(chances, axis=2)
         self.scores[:, where] = path.reshape(batch, -1)
-        self.match[:, where] = np.repeat(self.match[:, own], self.layout.steps, axis=1)
         self.valid[:, where] = valid.reshape(batch, -1)
 
     def put_forks(
@@ -130,7 +121,6 @@ class Candidates:
         spots = text[:, None] * layout.columns + columns
         for target, values in (
             (self.tokens, tokens),
-            (self.match, np.broadcast_to(self.match[text, :1], spots.shape)),
             (self.buckets, buckets),
             (self.chances, chances),
             (self.scores, scores),
@@ -147,16 +137,15 @@ class Candidates:
         raised = np.maximum(self.scores[:, lead], _PROBE_SCORES[: lead.size])
         self.scores[:, lead] = np.where(texts[:, None], raised, self.scores[:, lead])
 
-    def select(self, roots: Ints, max_nodes: Ints, *, by_score: bool) -> Draft:
-        """The best candidates of each request, at most max_nodes - 1 [B], as trees.
+    def select(self, roots: Ints, max_nodes: Ints) -> Draft:
+        """The candidates of highest score, at most max_nodes - 1 [B] a request, as trees.
 
-        By score, or else: longest match first, then level by level, then in order of preference. In
-        both orders a parent comes before its children.
+        A child's score is below its parent's, so every set of best candidates is a tree.
         """
         batch, columns = self.tokens.shape
         size = self.layout.firsts
-        order = self.scores if by_score else self._breadth_first()
-        best = np.argsort(-np.where(self.valid, order, -np.inf), axis=1, kind="stable")[:, :size]
+        worth = np.where(self.valid, self.scores, -1.0)
+        best = np.argsort(-worth, axis=1)[:, :size]
         taken = np.take_along_axis(self.valid, best, axis=1)
         taken &= np.arange(size) < (max_nodes - 1)[:, None]
         column = np.sort(np.where(taken, best, columns), axis=1)  # parents stand left of children
@@ -177,10 +166,6 @@ class Candidates:
             buckets=_after(np.zeros(batch, np.int64), self.buckets.take(flat)),
             chances=_after(np.ones(batch), self.chances.take(flat)),
         )
-
-    def _breadth_first(self) -> Floats:
-        preference = np.arange(self.layout.columns) / self.layout.columns
-        return self.match * 256.0 - self.layout.level - preference
 
 
 def _after(first: npt.NDArray[Any], rest: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -66,6 +66,4 @@ class RollingHash:
 
 def index_keys(raw: Hashes) -> Hashes:
     """Index keys of raw hashes: the low half stirred by the high half, and never 0."""
-    key: Hashes = raw ^ (raw >> np.uint64(32))
-    key[key == 0] = 1
-    return key
+    return np.maximum(raw ^ (raw >> np.uint64(32)), np.uint64(1))

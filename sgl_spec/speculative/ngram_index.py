@@ -14,13 +14,13 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from sgl_spec.speculative.ngram_memory import lazy_zeros
+
 Keys = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 
 SLOTS = 8
-LOAD = (
-    0.6  # mean fill kept by splitting: about one new key in 1000 then finds both its buckets full
-)
+LOAD = 0.55  # mean fill, kept by splitting: few new keys then meet two full buckets
 BYTES_PER_SLOT = 12
 _FIRST_BUCKETS = 32
 _BYTE_SUM = np.uint64(0x0101010101010101)
@@ -44,9 +44,9 @@ class HashIndex:
 
     def clear(self) -> None:
         """Forget every entry and give the memory back."""
-        self._keys = np.zeros((2 * self._max_buckets, SLOTS), np.uint64)
+        self._keys = lazy_zeros((2 * self._max_buckets, SLOTS), np.uint64)
         self._flat_keys = self._keys.reshape(-1)
-        self._ids = np.zeros(2 * self._max_buckets * SLOTS, np.int32)
+        self._ids = lazy_zeros(2 * self._max_buckets * SLOTS + 1, np.int32)  # the last, -1, stays 0
         self._buckets = [_FIRST_BUCKETS, _FIRST_BUCKETS]
         self.used = 0
 
@@ -81,8 +81,7 @@ class HashIndex:
 
     def get(self, keys: Keys) -> Ints:
         """[m] id of each key, 0 where it has no entry."""
-        slots = self.find(keys)
-        return np.where(slots < 0, 0, self._ids.take(np.maximum(slots, 0)))
+        return self._ids.take(self.find(keys)).astype(np.int64)
 
     def add(self, keys: Keys, ids: Ints) -> tuple[Ints, Ints]:
         """Enter [m] keys that have no entry yet; a key may repeat and then gets one entry.
@@ -100,7 +99,7 @@ class HashIndex:
         self._ids[spots] = ids[: new.size]
         self.used += new.size
         self._on_place(ids[: new.size], spots)
-        out = np.where(slots < 0, 0, self._ids.take(np.maximum(slots, 0))).astype(np.int64)
+        out = self._ids.take(slots).astype(np.int64)
         for at in np.flatnonzero(slots < 0):
             out[at], was_new = self._add_by_moving(keys[at : at + 1], int(ids[new.size]))
             if was_new:

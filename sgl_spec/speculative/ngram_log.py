@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from sgl_spec.speculative.ngram_memory import lazy_zeros
+
 Ints = npt.NDArray[np.int64]
 
 CLOCK_LIMIT = 1 << 30  # positions are int32; the owner sets the clock back before it gets here
@@ -17,8 +19,8 @@ class TokenLog:
         """size: tokens kept, a power of two; 8 bytes each, backed by memory as they fill up."""
         assert size & (size - 1) == 0
         self.size = size
-        self._tokens = np.zeros(size, np.int32)
-        self._next = np.zeros(size, np.int32)
+        self._tokens = lazy_zeros(size, np.int32)
+        self._next = lazy_zeros(size, np.int32)
         self.clock = 0
 
     @property

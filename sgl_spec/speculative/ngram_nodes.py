@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_spec.speculative.ngram_log import last_of
+from sgl_spec.speculative.ngram_memory import lazy_zeros
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
@@ -39,9 +40,10 @@ class NodeStore:
         self.capacity = capacity
         self._rank = rank
         self._on_evict = on_evict
-        self._records = np.zeros((capacity + 1, FIELDS), np.int32)
+        self._records = lazy_zeros((capacity + 1, FIELDS), np.int32)
         self._flat = self._records.reshape(-1)
-        self._blocks = np.zeros((capacity // 8 + 1, BLOCK), np.int32)  # block 0 stays empty
+        self._blocks = lazy_zeros((capacity // 8 + 1, BLOCK), np.int32)  # block 0 stays empty
+        self._flat[CHILD0] = -1  # the empty n-gram lists nothing: no draft starts from it
         self._free_blocks = np.zeros(0, np.int64)
         self._top_block = 1
         self._top = 1
@@ -123,13 +125,21 @@ class NodeStore:
         """Taken ids that will not become nodes after all."""
         self._free = np.concatenate([self._free, ids])
 
-    def create(self, ids: Ints, parents: Ints, tokens: Ints32, depths: Ints) -> None:
-        """Taken ids become nodes. A parent may be among them; 0 is the empty n-gram."""
+    def create(self, ids: Ints, parents: Ints, tokens: Ints32, depths: Ints) -> Ints:
+        """Taken ids become nodes. A parent may be among them; 0 is the empty n-gram.
+
+        Returns those that are not in their parent's list yet: a first child is, at once.
+        """
         base = ids * FIELDS
         self._flat[base + PARENT] = parents
         self._flat[base + TOKEN] = tokens
-        self._flat[base + META] = depths << _DEPTH_SHIFT
+        first = parents * FIELDS + CHILD0
+        free = np.flatnonzero(self._flat.take(first) == 0)
+        self._flat[first.take(free)] = ids.take(free)
+        listed = self._flat.take(first) == ids
+        self._flat[base + META] = (depths << _DEPTH_SHIFT) + listed * _IS_LISTED
         np.add.at(self._flat, parents * FIELDS + META, np.int32(1))
+        return ids[~listed]
 
     def touch(self, ids: Ints, positions: Ints) -> Bools:
         """Count an occurrence of each node, ending at a log position (ascending; ids may repeat).

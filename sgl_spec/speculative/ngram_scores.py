@@ -15,13 +15,17 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-_LENGTH_EDGES = np.array(
-    [2, 3, 4, 5, 7, 10, 14, 17]
-)  # 1 | 2 | 3 | 4 | 5-6 | 7-9 | 10-13 | 14-16 | 17+
-_SHARE_EDGES = np.array([0.1, 0.25, 0.5, 0.75, 0.95])
-_EVIDENCE_EDGES = np.array([2, 4, 12])
-_LENGTHS, _SHARES, _EVIDENCES, _RANKS = 9, 7, 4, 2
 UNKNOWN_SHARE = -1.0
+_LENGTH_EDGES = [2, 3, 4, 5, 7, 10, 14, 17]  # 1 | 2 | 3 | 4 | 5-6 | 7-9 | 10-13 | 14-16 | 17+
+_EVIDENCE_EDGES = [2, 4, 12]
+_SHARE_EDGES = [2, 5, 10, 15, 19]  # twentieths: 0.1, 0.25, 0.5, 0.75, 0.95
+_RANKS, _EVIDENCES = 2, len(_EVIDENCE_EDGES) + 1
+_SHARES = len(_SHARE_EDGES) + 2  # the first: share unknown
+_BY_EVIDENCE = _RANKS * np.searchsorted(_EVIDENCE_EDGES, np.arange(13), side="right")
+_BY_SHARE = _RANKS * _EVIDENCES * (1 + np.searchsorted(_SHARE_EDGES, np.arange(21), side="right"))
+_BY_SHARE = np.append(_BY_SHARE, np.zeros(20, np.int64))  # UNKNOWN_SHARE * 20 counts from the end
+_BY_LENGTH = np.searchsorted(_LENGTH_EDGES, np.arange(18), side="right")
+_BY_LENGTH *= _RANKS * _EVIDENCES * _SHARES
 _PRIOR_BY_LENGTH = np.array([0.05, 0.12, 0.3, 0.42, 0.55, 0.68, 0.78, 0.84, 0.88])
 _PRIOR_BY_SHARE = np.array([0.8, 0.06, 0.2, 0.4, 0.65, 0.9, 1.0])  # the first: share unknown
 _PRIOR_WEIGHT = 6.0  # trials that the prior counts for
@@ -58,11 +62,15 @@ class AcceptanceModel:
         length: tokens of the match that the candidate continues. share: its part of what followed the
         match, or UNKNOWN_SHARE. evidence: occurrences of the match. rank: 0 for the match's first child.
         """
-        by_length = np.searchsorted(_LENGTH_EDGES, length, side="right")
-        by_share = np.searchsorted(_SHARE_EDGES, share, side="right") + (share >= 0)
-        by_evidence = np.searchsorted(_EVIDENCE_EDGES, evidence, side="right")
-        out: Ints = (by_length * _SHARES + by_share) * _EVIDENCES + by_evidence
-        return out * _RANKS + (rank > 0)
+        out: Ints = _BY_LENGTH.take(np.minimum(length, 17))
+        out = out + _BY_SHARE.take((share * 20).astype(np.int64))
+        out += _BY_EVIDENCE.take(np.minimum(evidence, 12))
+        return out + (rank > 0)
+
+    def bucket_unseen(self, length: Ints) -> Ints:
+        """Bucket numbers of candidates of which only the length of the match is known."""
+        out: Ints = _BY_LENGTH.take(np.minimum(length, 17))
+        return out
 
     def probability(self, bucket: Ints, rows: Ints) -> Floats:
         """P(accepted | parent accepted) of candidates, by bucket and request row; both broadcast."""

@@ -25,9 +25,9 @@ Ints32 = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-_SIDES = 3
+_SIDES = 1
 _FORKS = 2
-_RESUMES = 2
+_RESUME_FROM = 8  # length of the match from which an ended chain is worth taking up again
 _ORDER_BITS = 20
 
 
@@ -67,10 +67,12 @@ class _Firsts:
 @dataclass(slots=True)
 class _Chains:
     """[B, 1 + sides, steps] tokens that follow each other, the first first. lengths: [B, 1 + sides]
-    tokens in use. match: [B, steps] length of the match that each token of the main chain continues."""
+    tokens in use. anchor: [B, 1 + sides] length of the match that the chain continues. match: [B, steps]
+    length of the match that each token of the main chain continues."""
 
     tokens: Ints
     lengths: Ints
+    anchor: Ints
     match: Ints
 
 
@@ -93,14 +95,14 @@ class TreeBuilder:
         firsts = self._find_firsts(texts)
         table = Candidates(texts.rows.size, self._layout)
         at = firsts.text * self._layout.firsts + firsts.place
-        table.put_firsts(at, firsts.token, firsts.anchor, firsts.bucket, firsts.chance)
+        table.put_firsts(at, firsts.token, firsts.bucket, firsts.chance)
         if self._layout.steps and at.size:
             chains = self._follow(texts, firsts)
             self._judge_main(texts, chains, table)
             self._judge_sides(texts, chains, table)
         table.probe(texts.probes)
         roots = texts.windows[:, 0].astype(np.int64)
-        return table.select(roots, texts.max_nodes, by_score=self._by_chance)
+        return table.select(roots, texts.max_nodes)
 
     # ---- children of the root
 
@@ -179,18 +181,23 @@ class TreeBuilder:
         tokens[:, 1:], where[:, 1:] = self._trie.log.follow(start, steps - 1)
         lengths = (where > 0).sum(axis=1)
         _repeat_own_end(tokens, where, lengths, np.repeat(texts.tails, ways))
-        match = np.zeros((batch, steps), np.int64)
-        main = np.flatnonzero(firsts.place == 0)
-        match[firsts.text.take(main)] = firsts.anchor.take(main)[:, None] + np.arange(steps)
-        chains = _Chains(tokens.reshape(batch, ways, steps), lengths.reshape(batch, ways), match)
-        for _ in range(_RESUMES):
-            self._resume(texts, chains)
+        anchor = np.zeros((batch, ways), np.int64)
+        anchor.reshape(-1)[at] = firsts.anchor.take(lead)
+        chains = _Chains(
+            tokens.reshape(batch, ways, steps),
+            lengths.reshape(batch, ways),
+            anchor,
+            anchor[:, :1] + np.arange(steps),
+        )
+        self._resume(texts, chains)
         return chains
 
     def _resume(self, texts: Texts, chains: _Chains) -> None:
         """Go on with main chains that ended early, from the longest suffix that has a child."""
         steps = chains.match.shape[1]
-        short = np.flatnonzero((chains.lengths[:, 0] > 0) & (chains.lengths[:, 0] < steps))
+        length = chains.lengths[:, 0]
+        ended = (length > 0) & (length < steps)
+        short = np.flatnonzero(ended & (chains.anchor[:, 0] + length > _RESUME_FROM))
         if not short.size:
             return
         length = chains.lengths[short, 0]
@@ -272,11 +279,10 @@ class TreeBuilder:
 
     def _judge_sides(self, texts: Texts, chains: _Chains, table: Candidates) -> None:
         """Fill in the side chains; what the trie thinks of their states is not looked up."""
-        steps, sides = self._layout.steps, self._layout.sides
-        match = table.match[:, 1 : 1 + sides, None] + np.arange(1, steps + 1)
+        steps = self._layout.steps
+        match = chains.anchor[:, 1:, None] + np.arange(1, steps + 1)
         goes_on = np.arange(1, steps + 1) < chains.lengths[:, 1:, None]
-        share = np.full(match.shape, UNKNOWN_SHARE)
-        bucket = self._model.bucket(match, share, np.ones_like(match), np.zeros_like(match))
+        bucket = self._model.bucket_unseen(match)
         chance = self._model.probability(bucket, texts.rows[:, None, None])
         table.put_sides(chains.tokens[:, 1:, 1:], bucket, chance, goes_on)
 

@@ -147,9 +147,10 @@ class NgramTrie:
         row = entries // self.depth
         length = entries % self.depth + 1
         tokens = piece.windows[:, 0].take(row.take(fresh))
-        self.nodes.create(ids.take(fresh), parents.take(fresh), tokens, length.take(fresh))
+        born = self.nodes.create(ids.take(fresh), parents.take(fresh), tokens, length.take(fresh))
         unlisted = self.nodes.touch(ids, at.take(row))
-        self.nodes.list_children(np.unique(ids[unlisted]))
+        unlisted[missing] = False
+        self.nodes.list_children(np.concatenate([born, np.unique(ids[unlisted])]))
         return at[last_of(piece.starts, total)]
 
     def _without_orphans(self, piece: Piece, entries: Ints, ids: Ints, before: Ints) -> Ints:

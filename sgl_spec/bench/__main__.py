@@ -1,0 +1,31 @@
+"""`python -m sgl_spec.bench COMMAND ...`: one module per benchmark, imported when asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "ngram": "time and memory of the n-gram drafter, per round",
+    "offline": "tokens per second of the engine, beside transformers",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `sgl_spec.bench.COMMAND.main(rest)`. Returns the exit code."""
+    if not argv or argv[0] not in COMMANDS:
+        asked_for_help = bool(argv) and argv[0] in ("-h", "--help")
+        print(_usage(), file=sys.stdout if asked_for_help else sys.stderr)
+        return 0 if asked_for_help else 2
+    importlib.import_module(f"sgl_spec.bench.{argv[0]}").main(argv[1:])
+    return 0
+
+
+def _usage() -> str:
+    lines = [f"  {name:10}{text}" for name, text in COMMANDS.items()]
+    return "\n".join(["usage: python -m sgl_spec.bench COMMAND ...", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,107 @@
+"""Where a number came from, and where it is written: every result row carries its conditions."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("numpy", "torch", "transformers", "tokenizers", "triton")
+_REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def provenance(argv: Sequence[str], seed: int | None = None) -> dict[str, Any]:
+    """Conditions of a run: time, commit, command, seed, hardware, versions.
+
+    argv: the command as a user would type it. `dirty` tells whether tracked files differed from the
+    commit; both are None outside a git checkout.
+    """
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": _is_dirty(),
+        "argv": list(argv),
+        "seed": seed,
+        "hardware": hardware(),
+        "versions": versions(),
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """What the run had under it: processor, cores, memory, threads, GPUs and the load of others."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpus": gpus,
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Python, system, and the packages that decide speed; None where one is not installed."""
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def write_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Append `row` to a file of one JSON object per line."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Text table: first column to the left, the others to the right; floats with three digits."""
+    cells = [[_cell(value) for value in row] for row in [header, *rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = []
+    for row in cells:
+        rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        lines.append("  ".join([row[0].ljust(widths[0]), *rest]))
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _is_dirty() -> bool | None:
+    status = _git("status", "--porcelain", "--untracked-files=no")
+    return None if status is None else bool(status)
+
+
+def _git(*command: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(_REPOSITORY), *command], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
