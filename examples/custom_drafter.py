@@ -4,8 +4,8 @@
         --speculative-drafter-module examples/custom_drafter.py \
         --speculative-algorithm PROMPT_LOOKUP
 
-Whatever a drafter proposes, the text is the target's: the target draws its own token at every node of
-the tree and follows it only where the drafter guessed it. A bad drafter is slow, never wrong.
+Whatever a drafter proposes, the text is the target's: the target draws its own token at every node
+of the tree and follows it only where the drafter guessed it. A bad drafter is slow, never wrong.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tokens per second of the engine in this process, beside transformers and beside the floor.
 
-One run measures every row, in turns (transformers, plain, NGRAM, transformers, ...), because the speed
-of a shared machine drifts: ratios are taken within a turn, and the median turn is reported. The text
-of every greedy run is compared with the plain run's.
+One run measures every row, in turns (transformers, plain, NGRAM, transformers, ...), because the
+speed of a shared machine drifts: ratios are taken within a turn, and the median turn is reported.
+The text of every greedy run is compared with the plain run's.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class OfflineBench:
             "NGRAM": self._ngram,
         }
         if peer and self.peer is not None:
-            contestants = {"transformers": self._peer, **contestants}
+            contestants["transformers"] = self._peer
+        contestants |= {"plain": self._plain, "NGRAM": self._ngram}
         turns: list[dict[str, _Run]] = []
         for _ in range(self.options.turns):
             turns.append({name: measure(case) for name, measure in contestants.items()})
@@ -239,8 +240,9 @@ def read_bandwidth() -> float:
 def _print(rows: list[Row], bench: OfflineBench) -> None:
     facts = bench.facts
     print(
-        f"floor at batch 1: {facts['weight_bytes'] / 1e6:.0f} MB of weights at "
-        f"{facts['read_bandwidth_gb_s']:.1f} GB/s = {facts['floor_tokens_per_s_batch_1']:.1f} tokens/s"
+        f"floor at batch 1: {facts['weight_bytes'] / 1e6:.0f} MB of weights, read at "
+        f"{facts['read_bandwidth_gb_s']:.1f} GB/s: "
+        f"{facts['floor_tokens_per_s_batch_1']:.1f} tokens/s"
     )
     print(f"{'':34s} {'tokens/s':>9s} {'x baseline':>18s} {'accept':>7s}  same text as plain")
     for row in rows:

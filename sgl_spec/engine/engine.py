@@ -16,7 +16,7 @@ import torch
 from sgl_spec.args import ResolvedArgs, ServerArgs
 from sgl_spec.engine.calibrate import measure_costs
 from sgl_spec.engine.kv_pool import ceil_page, floor_page
-from sgl_spec.engine.metrics import EngineCounters, Throughput
+from sgl_spec.engine.metrics import EngineCounters, RoundLog, Throughput
 from sgl_spec.engine.policy import tree_reserve
 from sgl_spec.engine.req import make_req
 from sgl_spec.engine.scheduler import Limits, Scheduler
@@ -62,6 +62,7 @@ class Engine:
         )
         self.counters = EngineCounters()
         self.throughput = Throughput()
+        self.round_log = RoundLog(self.args.decode_log_interval)
         self.tokenizer = load_tokenizer(self.tokenizer_dir)
         self._build(check_every_step)
 
@@ -173,9 +174,21 @@ class Engine:
         """One forward; the chunks it gave."""
         chunks = self.scheduler.step()
         self.throughput.add(self.counters.generated)
+        self._log_rounds()
         if not self.has_work:
             self.slots.check_counts([])
         return chunks
+
+    def _log_rounds(self) -> None:
+        running = self.scheduler.running
+        line = self.round_log.line(
+            self.counters,
+            running=len(running),
+            queued=len(self.scheduler.waiting),
+            used=self.slots.held_slots(running) / self.num_slots,
+        )
+        if line is not None:
+            logger.info(line)
 
     def control(self, op: str) -> tuple[dict[str, Any], str]:
         """Answer `messages.Control`: (data, message). Raises `InvalidRequestError` if it cannot."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -12,8 +12,9 @@ from typing import Any
 class EngineCounters:
     """Totals since the start.
 
-    Speculation counts follow `request.SpecStats`: decode rounds only, a request's share of a round
-    counts one verify. histogram: entry i = request rounds that kept exactly i draft tokens.
+    rounds: decode forwards. Speculation counts follow `request.SpecStats`: decode rounds only, a
+    request's share of a round counts one verify. histogram: entry i = request rounds that kept
+    exactly i draft tokens.
     """
 
     requests: int = 0
@@ -22,6 +23,7 @@ class EngineCounters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated: int = 0
+    rounds: int = 0
     verify_ct: int = 0
     proposed: int = 0
     accepted: int = 0
@@ -74,3 +76,29 @@ class Throughput:
             return 0.0
         (start, first), (end, last) = self._marks[0], self._marks[-1]
         return (last - first) / (end - start) if end > start else 0.0
+
+
+class RoundLog:
+    """A log line every `interval` decode rounds, about the rounds since the last one."""
+
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
+        self._last = EngineCounters()
+        self._since = time.monotonic()
+
+    def line(self, now: EngineCounters, *, running: int, queued: int, used: float) -> str | None:
+        """The line when it is due. used: share of the KV slots that requests hold."""
+        last = self._last
+        if now.rounds - last.rounds < self.interval:
+            return None
+        seconds = time.monotonic() - self._since
+        self._last, self._since = replace(now), time.monotonic()
+        verified, proposed = now.verify_ct - last.verify_ct, now.proposed - last.proposed
+        parts = [f"#running-req: {running}", f"token usage: {used:.2f}"]
+        if verified:
+            parts.append(f"accept len: {(now.emitted - last.emitted) / verified:.2f}")
+            rate = (now.accepted - last.accepted) / proposed if proposed else 0.0
+            parts.append(f"accept rate: {rate:.2f}")
+        speed = (now.generated - last.generated) / seconds
+        parts += [f"gen throughput (token/s): {speed:.2f}", f"#queue-req: {queued}"]
+        return "Decode batch, " + ", ".join(parts)

@@ -238,6 +238,7 @@ class Scheduler:
             ):
                 self._commit_chunk(req, int(take), bool(final), tokens)
         else:
+            self.counters.rounds += 1
             taken = [
                 self._commit_round(req, tokens, proposed)
                 for req, tokens, proposed in zip(reqs, output.tokens, output.proposed, strict=True)
