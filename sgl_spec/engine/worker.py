@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
-from sgl_spec_kernels.kv_move import move_kv_rows
 from torch import Tensor
 
 from sgl_spec.engine.batch import (
@@ -33,6 +32,7 @@ from sgl_spec.speculative.prune import CostTable, keep_nodes, prune
 from sgl_spec.speculative.sampling import SamplingRows, build_rows
 from sgl_spec.speculative.tree import AcceptResult, TokenTree, root_only
 from sgl_spec.speculative.verify import sample_and_follow
+from sgl_spec_kernels.kv_move import move_kv_rows
 
 if TYPE_CHECKING:
     from sgl_spec.models.decoder import Decoder

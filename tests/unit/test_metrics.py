@@ -31,7 +31,7 @@ def test_histogram_counts_rounds_by_accepted_drafts() -> None:
     for accepted in (0, 2, 2):
         counters.add_round(proposed=3, accepted=accepted, emitted=accepted + 1)
     assert counters.histogram == [1, 0, 2]
-    assert counters.as_dict()["spec_accept_histogram"] == [1, 0, 2]
+    assert counters.as_dict()["spec_histogram"] == [1, 0, 2]
 
 
 def test_throughput_is_zero_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
