@@ -18,6 +18,7 @@ from sgl_spec.models.config import STORED_DTYPES, ModelConfig, read_json
 from sgl_spec.models.decoder import Decoder
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _NAMED = 5  # tensors named in one refusal
 _DUMMY_STD = 0.02
 # Old checkpoints carry the rotary frequencies, which the config determines.
@@ -155,7 +156,13 @@ class _Safetensors:
             if names:
                 raise UnsupportedModelError(f"{self.directory} {kind} weights: {_listed(names)}.")
         for name, shape in expected.items():
-            found = tuple(self._files[name].get_slice(name).get_shape())
+            stored = self._files[name].get_slice(name)
+            if stored.get_dtype() not in _STORED:
+                raise UnsupportedModelError(
+                    f"{self.directory}: {name} is stored as {stored.get_dtype()}; "
+                    f"allowed: {', '.join(_STORED)}."
+                )
+            found = tuple(stored.get_shape())
             if found != shape:
                 raise UnsupportedModelError(
                     f"{self.directory}: {name} has shape {list(found)}, "
@@ -165,7 +172,7 @@ class _Safetensors:
     def first_dtype(self) -> str:
         """The dtype of the embedding, for configs that do not say."""
         name = "model.embed_tokens.weight"
-        return str(self._files[name].get_slice(name)[:1].dtype).removeprefix("torch.")
+        return _STORED[self._files[name].get_slice(name).get_dtype()]
 
     def _check_tied(self) -> None:
         """A stored head beside tied embeddings is fine only as a copy of them."""

@@ -66,54 +66,53 @@ class RopeConfig:
 
 def parse_rope(config: dict[str, Any], max_positions: int, where: str) -> RopeConfig:
     """Rotary settings of a whole `config.json`; `where` names the file in refusals."""
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
-        raise _refuse(where, "rope_parameters", found, "one object for all layers")
+    found = _merged(config, where)
     kind = found.get("rope_type", found.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise _refuse(where, "rope_type", kind, ", ".join(ROPE_KINDS))
     unknown = sorted(set(found) - _KNOWN)
     if unknown:
         raise _refuse(where, "rope_parameters", unknown, ", ".join(sorted(_KNOWN)))
-    partial = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise _refuse(where, "partial_rotary_factor", partial, "1.0")
+    if found.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise _refuse(where, "partial_rotary_factor", found["partial_rotary_factor"], "1.0")
     for key in _REQUIRED[kind]:
         if found.get(key) is None:
             raise _refuse(where, f"rope_parameters.{key}", None, f"a number (rope type {kind})")
-    return _from_found(found, config, kind, max_positions, where)
 
-
-def _from_found(
-    found: dict[str, Any], config: dict[str, Any], kind: str, max_positions: int, where: str
-) -> RopeConfig:
     def number(key: str, default: float) -> float:
-        value = found.get(key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _refuse(where, f"rope_parameters.{key}", value, "a number")
+        value = default if found.get(key) is None else found[key]
+        numeric = isinstance(value, int | float) and not isinstance(value, bool)
+        if not numeric or value < 0 or (value == 0 and default > 0):
+            raise _refuse(where, f"rope_parameters.{key}", value, "a positive number")
         return float(value)
 
-    theta = config.get("rope_theta")
-    original = config.get("original_max_position_embeddings")
-    has_attention_factor = found.get("attention_factor") is not None
     return RopeConfig(
         kind=kind,
-        theta=number("rope_theta", _DEFAULT_THETA if theta is None else float(theta)),
+        theta=number("rope_theta", _DEFAULT_THETA),
         factor=number("factor", 1.0),
         low_freq_factor=number("low_freq_factor", 1.0),
         high_freq_factor=number("high_freq_factor", 4.0),
-        original_positions=int(
-            original or number("original_max_position_embeddings", float(max_positions))
-        ),
-        attention_factor=number("attention_factor", 1.0) if has_attention_factor else None,
-        beta_fast=number("beta_fast", 32.0) or 32.0,
-        beta_slow=number("beta_slow", 1.0) or 1.0,
+        original_positions=int(number("original_max_position_embeddings", max_positions)),
+        attention_factor=number("attention_factor", 0.0) or None,
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
         mscale=number("mscale", 0.0),
         mscale_all_dim=number("mscale_all_dim", 0.0),
         truncate=found.get("truncate") is not False,
     )
+
+
+def _merged(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """The rotary object with the keys that older configs keep beside it."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
+        raise _refuse(where, "rope_parameters", found, "one object for all layers")
+    beside = {
+        key: config[key]
+        for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+        if config.get(key) is not None
+    }
+    return beside | found
 
 
 def _refuse(where: str, key: str, value: object, allowed: str) -> UnsupportedModelError:

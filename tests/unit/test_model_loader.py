@@ -1,0 +1,145 @@
+"""Every weight is accounted for: stored in one file or several, and refused by name otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from model_runs import Piece, Run, reference_logits
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sgl_spec.errors import ConfigError, SglSpecError, UnsupportedModelError
+from sgl_spec.models.config import ModelConfig
+from sgl_spec.models.loader import expected_shapes, load_model
+from tests.tiny import make_tiny
+
+IDS = [5, 80, 200, 7, 31]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return make_tiny(tmp_path / "model", "qwen3", head_dim=16)
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def set_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def logits(directory: Path, **options: str) -> Tensor:
+    return Run(load_model(directory, **options), 1, 5).logits(Piece(0, 0, IDS))[0]
+
+
+def test_sharded(tiny: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    files = list((tmp_path / "shards").glob("*.safetensors"))
+    assert len(files) > 2
+    torch.testing.assert_close(
+        logits(tmp_path / "shards"), reference_logits(tiny, IDS), atol=1e-4, rtol=0
+    )
+    files[0].unlink()
+    with pytest.raises(ConfigError, match=f"Cannot read the weights in .*{files[0].name}"):
+        logits(tmp_path / "shards")
+
+
+def test_missing_and_unexpected_and_misshapen(tiny: Path) -> None:
+    def fails(named: str, change: Callable[[dict[str, Tensor]], None]) -> None:
+        whole = load_file(tiny / "model.safetensors")
+        rewrite(tiny, change)
+        with pytest.raises(UnsupportedModelError) as refusal:
+            load_model(tiny)
+        assert named in refusal.value.message
+        save_file(whole, tiny / "model.safetensors")
+
+    lost = "model.layers.1.self_attn.k_proj.weight"
+    fails(f"misses weights: {lost}.", lambda weights: weights.pop(lost))
+    fails("misses weights: lm_head.weight.", lambda weights: weights.pop("lm_head.weight"))
+    extra = "model.layers.1.self_attn.q_proj.bias"
+    fails(
+        f"has unexpected weights: {extra}.",
+        lambda weights: weights.update({extra: torch.zeros(64)}),
+    )
+    fails(
+        "model.norm.weight has shape [32], config.json implies [64]",
+        lambda weights: weights.update({"model.norm.weight": torch.ones(32)}),
+    )
+    fails(
+        "model.norm.weight is stored as I8; allowed: F32, BF16, F16",
+        lambda weights: weights.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
+    )
+    fails("misses weights: lm_head.weight, model.embed_tokens.weight, ", dict.clear)
+    fails(" more.", dict.clear)
+    logits(tiny)
+
+
+def test_a_head_beside_tied_embeddings_must_be_their_copy(tmp_path: Path) -> None:
+    directory = make_tiny(tmp_path, "llama", tie_word_embeddings=True)
+    plain = logits(directory)
+    embedding = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(directory, lambda weights: weights.update({"lm_head.weight": embedding.clone()}))
+    assert torch.equal(logits(directory), plain)
+    rewrite(directory, lambda weights: weights.update({"lm_head.weight": embedding + 1}))
+    with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight differs"):
+        load_model(directory)
+
+
+def test_stored_rotary_frequencies_are_passed_over(tiny: Path) -> None:
+    plain = logits(tiny)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(tiny, lambda weights: weights.update({name: torch.ones(8)}))
+    assert torch.equal(logits(tiny), plain)
+
+
+def test_dtypes(tiny: Path) -> None:
+    rewrite(tiny, lambda weights: weights.update({k: v.bfloat16() for k, v in weights.items()}))
+    for said in ("bfloat16", None):
+        set_config(tiny, dtype=said)
+        assert load_model(tiny).dtype is torch.float32
+        assert load_model(tiny, dtype="bfloat16").dtype is torch.bfloat16
+        assert load_model(tiny, device="meta").dtype is torch.bfloat16
+    with pytest.raises(ConfigError, match="--dtype int8 is unknown; allowed: auto, float32"):
+        load_model(tiny, dtype="int8")
+
+
+def test_dummy_weights(tiny: Path) -> None:
+    (tiny / "model.safetensors").unlink()
+    first, second = logits(tiny, load_format="dummy"), logits(tiny, load_format="dummy")
+    assert torch.equal(first, second)
+    assert first.std() > 1e-3
+    with pytest.raises(ConfigError, match=r"has neither model.safetensors nor .*load-format dummy"):
+        load_model(tiny)
+    with pytest.raises(SglSpecError, match="allowed: auto, safetensors, dummy"):
+        load_model(tiny, load_format="gguf")
+
+
+def test_broken_file(tiny: Path) -> None:
+    path = tiny / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=r"Cannot read the weights in .*model.safetensors"):
+        load_model(tiny)
+    (tiny / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"index\.json has no weight_map"):
+        load_model(tiny)
+
+
+def test_sizes(tiny: Path) -> None:
+    model = load_model(tiny, dtype="bfloat16")
+    shapes = expected_shapes(ModelConfig.from_hf(tiny))
+    assert model.weight_bytes == 2 * sum(torch.Size(shape).numel() for shape in shapes.values())
+    kv = model.new_kv_cache(10)
+    assert kv.k.nbytes + kv.v.nbytes == 10 * model.kv_bytes_per_token
+    assert load_model(tiny, context_length=9).config.context_length == 9
