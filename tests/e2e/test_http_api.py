@@ -116,7 +116,7 @@ class TestGenerate:
     def test_streams_are_cumulative(self, server: Scripted) -> None:
         whole = server.generate(SCRIPTS, max_new_tokens=60, seed=1)
         parts = events(server, "/generate", body(SCRIPTS, max_new_tokens=60, seed=1))
-        assert len(parts) == 21
+        assert 2 < len(parts) <= 21, "steps that come while a client is slow are merged"
         for before, after in itertools.pairwise(parts):
             assert after["text"].startswith(before["text"])
             assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
