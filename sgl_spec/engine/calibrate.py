@@ -4,6 +4,7 @@ price."""
 from __future__ import annotations
 
 import time
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,27 +18,29 @@ if TYPE_CHECKING:
     from sgl_spec.models.decoder import Decoder
 
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
-REPEATS = 3
+PASSES = 4
 PREFIX = 64
-SLOW_S = 0.2  # a forward that takes longer is measured once
+SLOW_S = 0.1  # a forward that takes longer is timed once
 
 
 @torch.inference_mode()
 def measure_costs(model: Decoder, kv: KVCache, max_rows: int) -> CostTable:
-    """Forward time (ms, logits included) by rows, best of a few runs.
+    """Forward time (ms, logits included) by rows.
 
-    It writes into the pool's first slots, so it must run before anything is served. Counts beyond
-    the last measured one are extrapolated by the table.
+    Every count is timed in several passes, so that a moment in which the machine was busy cannot
+    spoil one count, and the best counts. More rows never cost less: what still says so is noise,
+    and the lower time is taken. It writes into the pool's first slots, so it must run before
+    anything is served. Counts beyond the last measured one are extrapolated by the table.
     """
     counts = [n for n in ROW_COUNTS if n <= max(max_rows, 2)]
-    times = []
-    for rows in counts:
-        batch = _dummy_batch(rows, kv.k.shape[1])
-        best = _time_forward(model, kv, batch)
-        for _ in range(REPEATS - 1 if best < SLOW_S else 0):
-            best = min(best, _time_forward(model, kv, batch))
-        times.append(best * 1e3)
-    return CostTable(tuple(counts), tuple(times))
+    batches = [_dummy_batch(n, kv.k.shape[1]) for n in counts]
+    best = [float("inf")] * len(counts)
+    for number in range(PASSES):
+        for i, batch in enumerate(batches):
+            if number == 0 or best[i] < SLOW_S:
+                best[i] = min(best[i], _time_forward(model, kv, batch))
+    rising = list(accumulate(reversed(best), min))[::-1]
+    return CostTable(tuple(counts), tuple(seconds * 1e3 for seconds in rising))
 
 
 def _time_forward(model: Decoder, kv: KVCache, batch: ForwardBatch) -> float:

@@ -144,7 +144,7 @@ class Engine:
             "draft_tokens": self.args.tree_nodes,
             "memory": {
                 "weight": self.model.weight_bytes / 1e9,
-                "kvcache": self.num_slots * _kv_bytes_per_token(self.model) / 1e9,
+                "kvcache": self.num_slots * self.model.kv_bytes_per_token / 1e9,
                 "token_capacity": self.num_slots,
             },
         }
@@ -227,7 +227,7 @@ def _check_device(args: ResolvedArgs) -> None:
 
 def _pool_slots(args: ResolvedArgs, model: Decoder, width: int) -> int:
     """Slots of the KV pool, in whole pages."""
-    page, per_token = args.page_size, _kv_bytes_per_token(model)
+    page, per_token = args.page_size, model.kv_bytes_per_token
     if args.max_total_tokens is not None:
         return ceil_page(args.max_total_tokens, page)
     room = int(psutil.virtual_memory().available * POOL_FRACTION) // per_token
@@ -238,12 +238,6 @@ def _pool_slots(args: ResolvedArgs, model: Decoder, width: int) -> int:
             "free some, or give --max-total-tokens or a shorter --context-length."
         )
     return slots
-
-
-def _kv_bytes_per_token(model: Decoder) -> int:
-    config = model.config
-    elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return elements * model.dtype.itemsize
 
 
 def _make_drafter(args: ResolvedArgs, rows: int, width: int, vocab_size: int) -> Drafter | None:

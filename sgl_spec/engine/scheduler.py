@@ -89,10 +89,10 @@ class Scheduler:
     def submit(self, req: Req) -> None:
         """Queue a request, or end it at once when it can never run or the queue is full."""
         self.counters.requests += 1
-        limit = self.limits.max_queued
+        limit, rows = self.limits.max_queued, self.limits.max_running - len(self.running)
         if len(req.ids) + req.sampling.max_new_tokens > self.limits.max_request_tokens:
             self._refuse(req, 400, self._too_long(req))
-        elif limit is not None and len(self.waiting) >= limit:
+        elif limit is not None and len(self.waiting) >= limit + rows:
             self._refuse(req, 503, "The request queue is full.")
         else:
             self.waiting.append(req)
