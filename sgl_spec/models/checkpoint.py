@@ -10,7 +10,8 @@ from sgl_spec.models.embedded import EMBEDDED_NAME, embedded_directory
 
 logger = logging.getLogger(__name__)
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.txt"]
+# "model*": some repositories carry the same weights a second time under another name.
+_HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer*", "*.txt"]
 
 
 def resolve_checkpoint(model_path: str, revision: str | None = None) -> Path:
@@ -43,15 +44,15 @@ def check_directory(directory: Path) -> None:
 
 
 def _from_hub(model_id: str, revision: str | None) -> Path:
+    import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
 
     if model_id.startswith((".", "/", "~")) or model_id.count("/") > 1:
         raise ConfigError(f"--model-path {model_id}: no such directory.")
     logger.info("Downloading %s (revision %s) from the hub.", model_id, revision or "main")
     try:
         return Path(snapshot_download(model_id, revision=revision, allow_patterns=_HUB_FILES))
-    except (OSError, ValueError, HFValidationError) as error:
+    except (OSError, ValueError, httpx.HTTPError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ConfigError(
             f"--model-path {model_id} is no directory here, and the hub did not give it: {reason}"

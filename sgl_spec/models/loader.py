@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 import zlib
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -16,6 +18,8 @@ from torch import Tensor
 from sgl_spec.errors import ConfigError, UnsupportedModelError
 from sgl_spec.models.config import STORED_DTYPES, ModelConfig, read_json
 from sgl_spec.models.decoder import Decoder
+
+logger = logging.getLogger(__name__)
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -45,14 +49,30 @@ def load_model(
         allowed = ", ".join(LOAD_FORMATS)
         raise ConfigError(f"--load-format {load_format} is unknown; allowed: {allowed}.")
     config = ModelConfig.from_hf(directory, context_length)
+    start = time.perf_counter()
     if load_format == "dummy":
         resolved = _resolve_dtype(dtype, config.dtype or "float32", device)
-        return Decoder(config, _Dummy(config, resolved, device))
-    with _Safetensors(directory) as stored:
-        stored.check(expected_shapes(config), config)
-        stored.dtype = _resolve_dtype(dtype, config.dtype or stored.first_dtype(), device)
-        stored.device = device
-        return Decoder(config, stored)
+        model = Decoder(config, _Dummy(config, resolved, device))
+    else:
+        with _Safetensors(directory) as stored:
+            stored.check(expected_shapes(config), config)
+            stored.dtype = _resolve_dtype(dtype, config.dtype or stored.first_dtype(), device)
+            stored.device = device
+            model = Decoder(config, stored)
+    _log_loaded(model, time.perf_counter() - start)
+    return model
+
+
+def _log_loaded(model: Decoder, seconds: float) -> None:
+    logger.info(
+        "Loaded %s in %.1f s: %.2f GB, %s on %s, linear layers %s.",
+        model.config.architecture,
+        seconds,
+        model.weight_bytes / 1e9,
+        str(model.dtype).removeprefix("torch."),
+        model.device,
+        "packed for oneDNN" if model.lm_head.packed else "in plain layout",
+    )
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
