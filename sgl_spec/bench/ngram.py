@@ -117,8 +117,8 @@ class Server:
         """One round of all requests."""
         for row in np.flatnonzero(self._lengths > _WIDTH - 100):
             self._restart(int(row), 200)
-        steps = self._rng.random(self._rows.size) < self._accepted % 1
-        steps = int(self._accepted) + steps.astype(np.int64)
+        extra = self._rng.random(self._rows.size) < self._accepted % 1
+        steps = int(self._accepted) + extra.astype(np.int64)
         nodes = np.full(self._rows.size, self.drafter.options.num_draft_tokens)
         batch = DraftBatch(self._rows, self._lengths.copy(), nodes, self._tokens)
         begin = time.perf_counter()

@@ -20,8 +20,11 @@ _PROBE_SCORES = np.array([0.9, 0.8, 0.7])  # of the first nodes of the main chai
 class Draft:
     """Trees of N nodes as in `TokenTree`, and what they were judged by.
 
-    tokens, parents: [B, N]. num_nodes: [B]. scores: [B, N]. buckets: [B, N] of the acceptance model,
+    tokens, parents: [B, N]. num_nodes: [B]. scores: [B, N]. buckets: [B, N] of the acceptance
+    model,
     chances: [B, N] acceptance probability given an accepted parent; both mean nothing at the root.
+    suffixes: [B, depth - 1] trie nodes of the last 1, 2, ... tokens of the texts, 0 where there is
+    none.
     """
 
     tokens: Ints
@@ -30,13 +33,15 @@ class Draft:
     scores: Floats
     buckets: Ints
     chances: Floats
+    suffixes: Ints
 
 
 class Layout:
     """The columns of a request's candidates for trees of `nodes` nodes.
 
     firsts: children of the root, best first. main: the chain below the first of them, `steps` long.
-    sides: chains below the next `sides` firsts. forks: `forks` other children beside each main node.
+    sides: chains below the next `sides` firsts. forks: `forks` other children beside each main
+    node.
     parent: [C] column of the parent, -1 for the root; it is smaller than the column's own.
     """
 
@@ -59,8 +64,8 @@ class Layout:
 
 
 class Candidates:
-    """[B, C] candidates: token, acceptance model bucket, chance given an accepted parent, score (the
-    chance of the whole path)."""
+    """[B, C] candidates: token, acceptance model bucket, chance given an accepted parent, score
+    (the chance of the whole path)."""
 
     def __init__(self, batch: int, layout: Layout) -> None:
         shape = (batch, layout.columns)
@@ -108,7 +113,8 @@ class Candidates:
     def put_forks(
         self, at: Ints, tokens: Ints, buckets: Ints, chances: Floats, valid: Bools
     ) -> None:
-        """at: [m] request * steps + step of the main node they stand beside; the others [m, forks]."""
+        """at: [m] request * steps + step of the main node they stand beside; the others [m,
+        forks]."""
         layout = self.layout
         text, step = at // layout.steps, at % layout.steps
         beside = self.chances[text, layout.main.start + step]
@@ -137,7 +143,7 @@ class Candidates:
         raised = np.maximum(self.scores[:, lead], _PROBE_SCORES[: lead.size])
         self.scores[:, lead] = np.where(texts[:, None], raised, self.scores[:, lead])
 
-    def select(self, roots: Ints, max_nodes: Ints) -> Draft:
+    def select(self, roots: Ints, max_nodes: Ints, suffixes: Ints) -> Draft:
         """The candidates of highest score, at most max_nodes - 1 [B] a request, as trees.
 
         A child's score is below its parent's, so every set of best candidates is a tree.
@@ -146,7 +152,7 @@ class Candidates:
         size = self.layout.firsts
         worth = np.where(self.valid, self.scores, -1.0)
         best = np.argsort(-worth, axis=1)[:, :size]
-        taken = np.take_along_axis(self.valid, best, axis=1)
+        taken = pick(self.valid, best)
         taken &= np.arange(size) < (max_nodes - 1)[:, None]
         column = np.sort(np.where(taken, best, columns), axis=1)  # parents stand left of children
         used = column < columns
@@ -165,7 +171,14 @@ class Candidates:
             scores=_after(np.ones(batch), self.scores.take(flat)),
             buckets=_after(np.zeros(batch, np.int64), self.buckets.take(flat)),
             chances=_after(np.ones(batch), self.chances.take(flat)),
+            suffixes=suffixes,
         )
+
+
+def pick(values: npt.NDArray[Any], index: Ints) -> npt.NDArray[Any]:
+    """[m, w] values at [m, k] columns (`take_along_axis` along rows, without its overhead)."""
+    width = values.shape[1]
+    return values.reshape(-1).take(index + np.arange(0, values.size, width)[:, None])
 
 
 def _after(first: npt.NDArray[Any], rest: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -1,10 +1,11 @@
 """A hash index from 64-bit keys to int32 ids that never stops to rehash.
 
-Two tables of buckets of 8 slots (a cache line of keys); a key has one candidate bucket in each (low half
-of the key in the first, high half in the second) and goes to the emptier. The tables grow by turns with
-linear hashing: bucket s of a table splits into s and s + 2^level, a few buckets at a time. An entry keeps
-its slot number within the bucket when it moves, so a run of splits is a handful of vector operations on
-contiguous memory. Storage is reserved at full size and backed by the system page by page in use.
+Two tables of buckets of 8 slots (a cache line of keys); a key has one candidate bucket in each (low
+half of the key in the first, high half in the second) and goes to the emptier. The tables grow by
+turns with linear hashing: bucket s of a table splits into s and s + 2^level, a few buckets at a
+time. An entry keeps its slot number within the bucket when it moves, so a run of splits is a handful
+of vector operations on contiguous memory. Storage is reserved at full size and backed by the system
+page by page in use.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LOAD = 0.55  # mean fill, kept by splitting: few new keys then meet two full buc
 BYTES_PER_SLOT = 12
 _FIRST_BUCKETS = 32
 _BYTE_SUM = np.uint64(0x0101010101010101)
-# (2^(8 i) * _SLOT_OF) >> 61 == i for i in 0 .. 7: the number of the lowest byte set, without a loop.
+# (2^(8 i) * _SLOT_OF) >> 61 == i for i in 0 .. 7: the number of the lowest byte set.
 _SLOT_OF = np.uint64(sum(i << (61 - 8 * i) for i in range(SLOTS)))
 _ONE = np.uint64(1)
 
@@ -32,9 +33,9 @@ _ONE = np.uint64(1)
 class HashIndex:
     """Maps nonzero uint64 keys to int32 ids above 0, up to `capacity` of them.
 
-    on_place(ids, slots) is told the slot of every entry that is added or moves; a slot stays an entry's
-    own until told otherwise. Two different keys never share an entry: what can collide is only what the
-    caller hashes into one key.
+    on_place(ids, slots) is told the slot of every entry that is added or moves; a slot stays an
+    entry's own until told otherwise. Two different keys never share an entry: what can collide is
+    only what the caller hashes into one key.
     """
 
     def __init__(self, capacity: int, on_place: Callable[[Ints, Ints], None]) -> None:
@@ -86,9 +87,9 @@ class HashIndex:
     def add(self, keys: Keys, ids: Ints) -> tuple[Ints, Ints]:
         """Enter [m] keys that have no entry yet; a key may repeat and then gets one entry.
 
-        ids: [>= m] distinct ids to give out. Returns the [m] id of each key (0 where no room could be
-        made), and the [k] indices into `keys` whose entries are new, one per distinct key: entry i of
-        them got ids[i].
+        ids: [>= m] distinct ids to give out. Returns the [m] id of each key (0 where no room could
+        be made), and the [k] indices into `keys` whose entries are new, one per distinct key: entry
+        i of them got ids[i].
         """
         slots = self._claim(keys)
         placed = np.flatnonzero(slots >= 0)

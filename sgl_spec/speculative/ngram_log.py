@@ -1,4 +1,5 @@
-"""A ring of the tokens the n-gram trie has seen, each with the position of its successor in its stream."""
+"""A ring of the tokens the n-gram trie has seen, each with the position of its successor in its
+stream."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ class TokenLog:
     def follow(self, positions: Ints, steps: int) -> tuple[Ints, Ints]:
         """Read on from log positions: [m] -> tokens and their positions, each [m, steps].
 
-        Column j is token j + 1 after the one at the position; its position is 0 (and its token means
-        nothing) where the stream ends or the ring was overwritten.
+        Column j is token j + 1 after the one at the position; its position is 0 (and its token
+        means nothing) where the stream ends or the ring was overwritten.
         """
         mask = self.size - 1
         tokens = np.zeros((steps, positions.size), np.int64)
@@ -80,4 +81,7 @@ class TokenLog:
 
 def last_of(starts: Ints, total: int) -> Ints:
     """[S] index of the last item of each run, given where the runs start in `total` items."""
-    return np.append(starts[1:], total) - 1
+    last = np.empty_like(starts)
+    last[:-1] = starts[1:] - 1
+    last[-1:] = total - 1
+    return last

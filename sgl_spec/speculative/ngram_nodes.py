@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from sgl_spec.speculative.ngram_log import last_of
 from sgl_spec.speculative.ngram_memory import lazy_zeros
 
 Ints = npt.NDArray[np.int64]
@@ -29,10 +28,10 @@ _OLD_SHARE = 0.25  # share of the nodes, oldest first, that a sweep may evict
 class NodeStore:
     """Up to `capacity` nodes, numbered from 1; 0 is the empty n-gram, the parent of the shortest.
 
-    A node lists up to LISTED of its children: two in its record (CHILD0, CHILD1) or, from the third on,
-    CHILD0 and the block -CHILD1. When the list is full the best stay, by `rank` (COUNT or LAST), and a
-    node that was left out is considered again each time it is touched. Blocks are bounded too; without a
-    free one a node lists two.
+    A node lists up to LISTED of its children: two in its record (CHILD0, CHILD1) or, from the third
+    on, CHILD0 and the block -CHILD1. When the list is full the best stay, by `rank` (COUNT or
+    LAST), and a node that was left out is considered again each time it is touched. Blocks are
+    bounded too; without a free one a node lists two.
     """
 
     def __init__(self, capacity: int, rank: int, on_evict: Callable[[Ints], None]) -> None:
@@ -139,7 +138,8 @@ class NodeStore:
         listed = self._flat.take(first) == ids
         self._flat[base + META] = (depths << _DEPTH_SHIFT) + listed * _IS_LISTED
         np.add.at(self._flat, parents * FIELDS + META, np.int32(1))
-        return ids[~listed]
+        unlisted: Ints = ids[~listed]
+        return unlisted
 
     def touch(self, ids: Ints, positions: Ints) -> Bools:
         """Count an occurrence of each node, ending at a log position (ascending; ids may repeat).
@@ -153,7 +153,8 @@ class NodeStore:
         return unlisted
 
     def list_children(self, ids: Ints) -> None:
-        """Put distinct nodes, the most recent last, in their parents' lists, as far as they deserve it."""
+        """Put distinct nodes, the most recent last, in their parents' lists, as far as they deserve
+        it."""
         parents = self.column(ids, PARENT).astype(np.int64)
         ids, parents = ids[parents > 0], parents[parents > 0]
         for field in (CHILD0, CHILD1):
@@ -174,12 +175,11 @@ class NodeStore:
         self._open_blocks(parents)
         block = -self.column(parents, CHILD1).astype(np.int64)
         order = np.argsort(block, kind="stable")
-        order = order[block.take(order) > 0]  # without a block there is no room
-        ids, block = ids[order], block[order]
-        starts = np.flatnonzero(np.diff(block, prepend=0))
-        lengths = np.diff(starts, append=block.size)
-        newer = np.repeat(last_of(starts, block.size), lengths) - np.arange(block.size)
-        ids, block, newer = ids[newer < BLOCK], block[newer < BLOCK], newer[newer < BLOCK]
+        ids, block = ids.take(order), block.take(order)
+        after = np.searchsorted(block, block, side="right")
+        newer = after - np.arange(1, block.size + 1)  # siblings that came later
+        kept = np.flatnonzero((newer < BLOCK) & (block > 0))  # without a block there is no room
+        ids, block, newer = ids.take(kept), block.take(kept), newer.take(kept)
         held = self._blocks.take(block, axis=0)  # [k, BLOCK]
         worth = np.where(held > 0, self._flat.take(held.astype(np.int64) * FIELDS + self._rank), -1)
         # The i-th newest child of a parent competes for the parent's i-th worst place.
@@ -194,9 +194,11 @@ class NodeStore:
 
     def _open_blocks(self, parents: Ints) -> None:
         """Give blocks to parents that have none, as far as there are any."""
-        parents = np.unique(parents)
         second = self.column(parents, CHILD1)
-        parents, second = parents[second > 0], second[second > 0]
+        if not (second > 0).any():
+            return
+        parents, where = np.unique(parents[second > 0], return_index=True)
+        second = second[second > 0].take(where)
         room = self._free_blocks.size + self._blocks.shape[0] - self._top_block
         parents, second = parents[:room], second[:room]
         reused = min(parents.size, self._free_blocks.size)
@@ -227,7 +229,8 @@ class NodeStore:
         return ids
 
     def _keep_ancestors(self, slab: Ints32, start: int, goes: Bools) -> None:
-        """Clear `goes` where a child stays, up to a fixed point; children may lie outside the slab."""
+        """Clear `goes` where a child stays, up to a fixed point; children may lie outside the
+        slab."""
         parent = slab[:, PARENT].astype(np.int64) - start
         inside = (parent >= 0) & (parent < goes.size)
         leaving = np.bincount(parent[goes & inside], minlength=goes.size)

@@ -1,9 +1,9 @@
 """How likely a drafted token is to be accepted, learned while serving.
 
-A candidate falls into a bucket by what the trie knows about it: the length of the match it continues,
-its share of what followed that match, how often the match was seen, its rank. Each bucket keeps a
-decayed success rate with a prior; each request adds its own offset in log-odds, the running answer to
-"does this request accept more or less than its buckets promise".
+A candidate falls into a bucket by what the trie knows about it: the length of the match it
+continues, its share of what followed that match, how often the match was seen, its rank. Each
+bucket keeps a decayed success rate with a prior; each request adds its own offset in log-odds, the
+running answer to "does this request accept more or less than its buckets promise".
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class AcceptanceModel:
     def bucket(self, length: Ints, share: Floats, evidence: Ints, rank: Ints) -> Ints:
         """Bucket numbers, elementwise.
 
-        length: tokens of the match that the candidate continues. share: its part of what followed the
-        match, or UNKNOWN_SHARE. evidence: occurrences of the match. rank: 0 for the match's first child.
+        length: tokens of the match that the candidate continues. share: its part of what followed
+        the match, or UNKNOWN_SHARE. evidence: occurrences of the match. rank: 0 for the match's
+        first child.
         """
         out: Ints = _BY_LENGTH.take(np.minimum(length, 17))
         out = out + _BY_SHARE.take((share * 20).astype(np.int64))
@@ -73,7 +74,8 @@ class AcceptanceModel:
         return out
 
     def probability(self, bucket: Ints, rows: Ints) -> Floats:
-        """P(accepted | parent accepted) of candidates, by bucket and request row; both broadcast."""
+        """P(accepted | parent accepted) of candidates, by bucket and request row; both
+        broadcast."""
         odds = self._log_odds.take(bucket) + self.offsets.take(rows)
         p: Floats = 1.0 / (1.0 + np.exp(-odds))
         return np.minimum(p, MAX_PROBABILITY)
@@ -102,7 +104,8 @@ def _log_odds(p: Floats) -> Floats:
 
 
 def _priors() -> Floats:
-    """Prior rate of every bucket: mildly hopeful for long matches, not for those of one or two tokens."""
+    """Prior rate of every bucket: mildly hopeful for long matches, not for those of one or two
+    tokens."""
     rate = _PRIOR_BY_LENGTH[:, None, None, None] * _PRIOR_BY_SHARE[None, :, None, None]
     rate = rate * np.array([0.9, 1.0, 1.0, 1.0])[None, None, :, None]
     rate = rate * np.array([1.0, 0.6])[None, None, None, :]

@@ -2,8 +2,8 @@
 
 A request's candidates stand in fixed columns:
 - firsts: children of the root, from the suffixes of the text that the trie knows (anchors);
-- main: how the text went on after the best first, read off the token log and, where that stream ends,
-  taken up again at the longest known suffix of text plus draft;
+- main: how the text went on after the best first, read off the token log and, where that stream
+  ends, taken up again at the longest known suffix of text plus draft;
 - side: the same for the next few firsts, without taking up again;
 - forks: other children of the trie nodes that the main chain passes.
 The best N - 1 columns, a set closed under ancestors, become the tree.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sgl_spec.speculative.ngram_candidates import Candidates, Draft, Layout
+from sgl_spec.speculative.ngram_candidates import Candidates, Draft, Layout, pick
 from sgl_spec.speculative.ngram_scores import UNKNOWN_SHARE, AcceptanceModel
 from sgl_spec.speculative.trie import LISTED, NgramTrie
 
@@ -35,8 +35,9 @@ _ORDER_BITS = 20
 class Texts:
     """What the trees of B requests continue.
 
-    rows: [B] request rows. windows: [B, depth - 1] last tokens of each text, newest first. known: [B]
-    how many of them exist. tails: [B] log position of the text's last token, -1 if it is not in the log.
+    rows: [B] request rows. windows: [B, depth - 1] last tokens of each text, newest first. known:
+    [B] how many of them exist. tails: [B] log position of the text's last token, -1 if it is not in
+    the log.
     max_nodes: [B] most nodes of the tree. probes: [B] whether the main chain's scores are raised.
     """
 
@@ -52,7 +53,8 @@ class Texts:
 class _Firsts:
     """Children of the roots, flat, in order of (request, preference).
 
-    text: request index. place: rank within the request. node: trie node. anchor: tokens of the match.
+    text: request index. place: rank within the request. node: trie node. anchor: tokens of the
+    match.
     """
 
     text: Ints
@@ -67,8 +69,8 @@ class _Firsts:
 @dataclass(slots=True)
 class _Chains:
     """[B, 1 + sides, steps] tokens that follow each other, the first first. lengths: [B, 1 + sides]
-    tokens in use. anchor: [B, 1 + sides] length of the match that the chain continues. match: [B, steps]
-    length of the match that each token of the main chain continues."""
+    tokens in use. anchor: [B, 1 + sides] length of the match that the chain continues. match: [B,
+    steps] length of the match that each token of the main chain continues."""
 
     tokens: Ints
     lengths: Ints
@@ -77,8 +79,9 @@ class _Chains:
 
 
 class TreeBuilder:
-    """Builds the trees. breadth: [depth] most children followed from an n-gram of i tokens. by_chance:
-    nodes are taken by falling probability instead of breadth first, longest match first."""
+    """Builds the trees. breadth: [depth] most children followed from an n-gram of i tokens.
+    by_chance: nodes are taken by falling probability instead of breadth first, longest match
+    first."""
 
     def __init__(
         self, trie: NgramTrie, model: AcceptanceModel, nodes: int, breadth: Ints, *, by_chance: bool
@@ -92,7 +95,8 @@ class TreeBuilder:
 
     def build(self, texts: Texts) -> Draft:
         """One tree per request."""
-        firsts = self._find_firsts(texts)
+        suffixes, children = self._known_suffixes(texts.windows, texts.known)
+        firsts = self._find_firsts(texts, suffixes, children)
         table = Candidates(texts.rows.size, self._layout)
         at = firsts.text * self._layout.firsts + firsts.place
         table.put_firsts(at, firsts.token, firsts.bucket, firsts.chance)
@@ -102,13 +106,13 @@ class TreeBuilder:
             self._judge_sides(texts, chains, table)
         table.probe(texts.probes)
         roots = texts.windows[:, 0].astype(np.int64)
-        return table.select(roots, texts.max_nodes)
+        return table.select(roots, texts.max_nodes, suffixes)
 
     # ---- children of the root
 
-    def _find_firsts(self, texts: Texts) -> _Firsts:
+    def _find_firsts(self, texts: Texts, suffixes: Ints, children: Ints) -> _Firsts:
         trie, nodes = self._trie, self._trie.nodes
-        text, length, anchor = self._anchors(texts)
+        text, length, anchor = self._anchors(suffixes, children)
         kids = nodes.children(anchor)
         spot = np.flatnonzero(kids)
         of, kid = spot // LISTED, kids.reshape(-1).take(spot)
@@ -136,22 +140,22 @@ class TreeBuilder:
         text, kid, token, length, bucket = (part.take(fits) for part in firsts)
         return _Firsts(text, place.take(fits), kid, token, length, bucket, chance.take(fits))
 
-    def _anchors(self, texts: Texts) -> tuple[Ints, Ints, Ints]:
+    def _anchors(self, suffixes: Ints, children: Ints) -> tuple[Ints, Ints, Ints]:
         """Text, length and node of the known suffixes with children, longest first in each text.
 
         A suffix whose children the next longer one is sure to list is left out.
         """
         longest = self._trie.depth - 1
-        ids, children = self._known_suffixes(texts.windows, texts.known)
         has = children > 0
         lists_all = children[:, 1:] <= self._breadth[2:]
         has[:, :-1] &= ~(has[:, 1:] & lists_all & (children[:, :-1] == children[:, 1:]))
         at = np.flatnonzero(has[:, ::-1])
         text, length = at // longest, longest - at % longest
-        return text, length, ids.reshape(-1).take(text * longest + length - 1)
+        return text, length, suffixes.reshape(-1).take(text * longest + length - 1)
 
     def _known_suffixes(self, windows: Ints | Ints32, known: Ints) -> tuple[Ints, Ints]:
-        """[m, depth - 1] nodes of the last 1, 2, ... tokens (0: none) and their numbers of children."""
+        """[m, depth - 1] nodes of the last 1, 2, ... tokens (0: none) and their numbers of
+        children."""
         hash_of = self._trie.hash
         ids = self._trie.find(hash_of.suffixes(hash_of.tokens(windows)))
         ids *= np.arange(ids.shape[1]) < known[:, None]
@@ -197,14 +201,14 @@ class TreeBuilder:
         steps = chains.match.shape[1]
         length = chains.lengths[:, 0]
         ended = (length > 0) & (length < steps)
-        short = np.flatnonzero(ended & (chains.anchor[:, 0] + length > _RESUME_FROM))
+        short = np.flatnonzero(ended & (chains.anchor[:, 0] >= _RESUME_FROM))
         if not short.size:
             return
         length = chains.lengths[short, 0]
         context = _chronological(texts.windows[short], chains.tokens[short, 0])
         span = texts.windows.shape[1]
         back = (span + length - 1)[:, None] - np.arange(span)
-        windows = np.take_along_axis(context, back, axis=1)
+        windows = pick(context, back)
         ids, children = self._known_suffixes(windows, np.minimum(texts.known[short] + length, span))
         longest = span - np.argmax((children > 0)[:, ::-1], axis=1)
         can = (children > 0).any(axis=1)
@@ -216,7 +220,7 @@ class TreeBuilder:
         later, where = self._trie.log.follow(start, steps - 1)
         offset = np.arange(steps)[None, :] - length[:, None]  # of each column from the new start
         fresh = np.concatenate([self._trie.tokens(kid)[:, None], later], axis=1)
-        fresh = np.take_along_axis(fresh, np.maximum(offset, 0), axis=1)
+        fresh = pick(fresh, np.maximum(offset, 0))
         chains.tokens[short, 0] = np.where(offset >= 0, fresh, chains.tokens[short, 0])
         chains.match[short] = np.where(offset >= 0, longest[:, None] + offset, chains.match[short])
         chains.lengths[short, 0] = np.minimum(steps, length + 1 + (where > 0).sum(axis=1))
@@ -270,12 +274,12 @@ class TreeBuilder:
         own = (token == following.reshape(-1).take(at)[:, None]) & (kids > 0)
         share.reshape(-1)[at] = np.where(own.any(axis=1), (part * own).sum(axis=1), UNKNOWN_SHARE)
         worth = self._trie.nodes.rank_value(flat).reshape(kids.shape) * ((kids > 0) & ~own)
-        best = np.argsort(-worth, axis=1, kind="stable")[:, :_FORKS]
+        best = np.argsort(-worth, axis=1)[:, :_FORKS]
         room = self._breadth.take(np.minimum(match.reshape(-1).take(at), self._breadth.size - 1))
         allowed = np.arange(1, 1 + _FORKS) < room[:, None]
-        allowed &= np.take_along_axis(worth, best, axis=1) > 0
-        shares = np.take_along_axis(part, best, axis=1) * allowed
-        return np.take_along_axis(token, best, axis=1), shares
+        allowed &= pick(worth, best) > 0
+        shares = pick(part, best) * allowed
+        return pick(token, best), shares
 
     def _judge_sides(self, texts: Texts, chains: _Chains, table: Candidates) -> None:
         """Fill in the side chains; what the trie thinks of their states is not looked up."""
@@ -311,5 +315,5 @@ def _repeat_own_end(tokens: Ints, where: Ints, lengths: Ints, tails: Ints) -> No
         return
     steps = tokens.shape[1]
     period = np.argmax(at_end[loops], axis=1)[:, None] + 1
-    tokens[loops] = np.take_along_axis(tokens[loops], np.arange(steps) % period, axis=1)
+    tokens[loops] = pick(tokens[loops], np.arange(steps) % period)
     lengths[loops] = steps

@@ -1,13 +1,14 @@
 """A bounded n-gram trie over many token streams, in flat NumPy arrays.
 
-A node is an n-gram of 1 .. depth tokens that occurred in some stream; its parent is the n-gram without
-its last token. Nodes are found by the 64-bit rolling hash of their n-gram instead of by (parent, token),
-so every n-gram of a round is looked up and entered in one pass whatever its length. Two n-grams share a
-node only if their hashes are equal: about n^2 / 2^65 for n nodes (3e-6 at 10 million), and then a draft
-may be wrong, nothing else.
+A node is an n-gram of 1 .. depth tokens that occurred in some stream; its parent is the n-gram
+without its last token. Nodes are found by the 64-bit rolling hash of their n-gram instead of by
+(parent, token), so every n-gram of a round is looked up and entered in one pass whatever its
+length. Two n-grams share a
+node only if their hashes are equal: about n^2 / 2^65 for n nodes (3e-6 at 10 million), and then a
+draft may be wrong, nothing else.
 
-A node remembers where in the token log its n-gram last ended, so what followed an n-gram can be read off
-as far as its stream went, beyond the depth of the trie.
+A node remembers where in the token log its n-gram last ended, so what followed an n-gram can be
+read off as far as its stream went, beyond the depth of the trie.
 
 Memory per node: 32 bytes of record, 20 of index, at most 5 of child lists and 2 of log: under 60.
 """
@@ -32,22 +33,27 @@ Ints32 = npt.NDArray[np.int32]
 
 MAX_DEPTH = 64
 MIN_CAPACITY = 1024
+MAX_CAPACITY = 2**30 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """New tokens of one or more streams, for `NgramTrie.insert`.
 
-    windows: [T, depth] int32, the new tokens in order, each with the tokens before it, newest first.
+    windows: [T, depth] int32, the new tokens in order, each with the tokens before it, newest
+    first.
     known: [T] how many entries of each window are real tokens of the stream (1 .. depth).
     starts: [S] indices of the rows that begin a stream's part, ascending from 0.
     tails: [S] log position of the stream's token before its part, 0 if it has none.
+    before: [S, depth - 1] nodes of the 1, 2, ... tokens before each part, 0 where there is none, if
+    they are known since the last insertion; None to have them looked up.
     """
 
     windows: Ints32
     known: Ints
     starts: Ints
     tails: Ints
+    before: Ints | None = None
 
 
 class NgramTrie:
@@ -56,14 +62,16 @@ class NgramTrie:
     def __init__(
         self, depth: int, capacity: int, *, rank_by_count: bool = False, seed: int | None = None
     ) -> None:
-        """depth: tokens of the longest n-gram. capacity: most nodes. rank_by_count: which children a
+        """depth: tokens of the longest n-gram. capacity: most nodes. rank_by_count: which children
+        a
         node lists when it has more than LISTED: the most frequent, or (default) the most recent.
         seed: fixes the hash function, which is otherwise secret."""
         if not 2 <= depth <= MAX_DEPTH:
             raise ConfigError(f"the n-gram trie depth must be 2 to {MAX_DEPTH}, got {depth}")
-        if not MIN_CAPACITY <= capacity < 2**30:
+        if not MIN_CAPACITY <= capacity <= MAX_CAPACITY:
             raise ConfigError(
-                f"the n-gram trie capacity must be {MIN_CAPACITY} to {2**30 - 1} nodes, got {capacity}"
+                f"the n-gram trie capacity must be {MIN_CAPACITY} to {MAX_CAPACITY} nodes, "
+                f"got {capacity}"
             )
         self.depth = depth
         self.capacity = capacity
@@ -109,20 +117,21 @@ class NgramTrie:
     def insert(self, piece: Piece) -> Ints:
         """Count every n-gram of 1 .. depth tokens that ends at a new token, once.
 
-        Returns [S] log positions of the last token of each stream's part. Takes time in proportion to
-        T * depth: give long texts in slices.
+        Returns [S] log positions of the last token of each stream's part. Takes time in proportion
+        to T * depth: give long texts in slices.
         """
         step = max(1, self.capacity // (4 * self.depth))
         if piece.windows.shape[0] <= step:
             return self._insert(piece)
         tails = piece.tails.copy()
         for begin in range(0, piece.windows.shape[0], step):
-            part, streams = _cut(replace(piece, tails=tails), begin, begin + step)
+            part, streams = _cut(replace(piece, tails=tails, before=None), begin, begin + step)
             tails[streams] = self._insert(part)
         return tails
 
     def _insert(self, piece: Piece) -> Ints:
         total = piece.windows.shape[0]
+        evicted = self.nodes.evicted
         free = self.nodes.reserve(total * self.depth)
         self._index.grow(total * self.depth)
         if self.log.clock + total >= CLOCK_LIMIT:
@@ -130,7 +139,9 @@ class NgramTrie:
         at = self.log.append(piece.windows[:, 0], piece.starts, piece.tails)
         hashed = self.hash.tokens(piece.windows)
         raw = self.hash.suffixes(hashed)
-        before = self.find(self.hash.prefixes(raw[piece.starts], hashed[piece.starts, 0]))
+        before = piece.before if self.nodes.evicted == evicted else None
+        if before is None:
+            before = self.find(self.hash.prefixes(raw[piece.starts], hashed[piece.starts, 0]))
         known = _with_parents(piece, before)
         entries = np.flatnonzero(np.arange(self.depth) < known[:, None])  # (token, length) pairs
         keys = index_keys(raw.reshape(-1).take(entries))
@@ -156,7 +167,8 @@ class NgramTrie:
     def _without_orphans(self, piece: Piece, entries: Ints, ids: Ints, before: Ints) -> Ints:
         """Take back new nodes (ids set to 0 in place) whose parent found no room in the index.
 
-        Happens about never: both buckets of an n-gram full and none of their 16 entries able to move.
+        Happens about never: both buckets of an n-gram full and none of their 16 entries able to
+        move.
         """
         longer = entries % self.depth > 0
         while True:
@@ -197,9 +209,11 @@ def _cut(piece: Piece, begin: int, end: int) -> tuple[Piece, Ints]:
 def _with_parents(piece: Piece, before: Ints) -> Ints:
     """[T] lengths up to which every n-gram's parent is, or will be, in the trie.
 
-    before: [S, depth - 1] nodes of 1 .. depth - 1 tokens that end just before each stream's part. Where
-    one is missing (evicted since) the longer n-grams that run through it are left out.
+    before: [S, depth - 1] nodes of 1 .. depth - 1 tokens that end just before each stream's part.
+    Where one is missing (evicted since) the longer n-grams that run through it are left out.
     """
+    if before.all():
+        return piece.known
     present = 1 + np.cumprod(before != 0, axis=1).sum(axis=1)
     lengths = np.diff(piece.starts, append=piece.windows.shape[0])
     stream = np.repeat(np.arange(piece.starts.size), lengths)
