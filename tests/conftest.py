@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-# Before anything imports torch or transformers; server processes inherit all three. The spin count is
-# the package's own (see its `__init__`), which comes too late for a process that has torch already.
+# Before anything imports torch or transformers; server processes inherit all three. The spin count
+# is the package's own (see its `__init__`), which comes too late once torch is there.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ["HF_HUB_OFFLINE"] = "1"
