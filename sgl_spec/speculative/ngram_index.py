@@ -3,13 +3,14 @@
 Two tables of buckets of 8 slots (a cache line of keys); a key has one candidate bucket in each (low
 half of the key in the first, high half in the second) and goes to the emptier. The tables grow by
 turns with linear hashing: bucket s of a table splits into s and s + 2^level, a few buckets at a
-time. An entry keeps its slot number within the bucket when it moves, so a run of splits is a handful
+time. An entry keeps its slot number within the bucket when it moves, so a run of splits is a few
 of vector operations on contiguous memory. Storage is reserved at full size and backed by the system
 page by page in use.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -39,7 +40,7 @@ class HashIndex:
     """
 
     def __init__(self, capacity: int, on_place: Callable[[Ints, Ints], None]) -> None:
-        self._max_buckets = max(_FIRST_BUCKETS, -(-capacity // int(2 * SLOTS * LOAD)) + 1)
+        self._max_buckets = max(_FIRST_BUCKETS, math.ceil(capacity / (2 * SLOTS * LOAD)))
         self._on_place = on_place
         self.clear()
 

@@ -13,13 +13,15 @@ Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
-BLOCK = 10  # children a block lists; a node lists two more in its record
-LISTED = 2 + BLOCK
+BLOCK = 10  # children a block lists
+LISTED = 1 + BLOCK  # children a node lists at most
+PLACES = 2 + BLOCK  # columns of `children`
 PARENT, TOKEN, COUNT, LAST, META, CHILD0, CHILD1, SLOT = range(8)  # columns of a record
 FIELDS = 8
 _DEPTH_SHIFT = 23  # META: number of children in the low 23 bits, then 7 of depth, then a flag
 _CHILDREN = (1 << _DEPTH_SHIFT) - 1
 _IS_LISTED = 1 << 30  # the node stands in its parent's list
+_FIRST_BLOCKS = 64  # and one more for every 10 nodes: 4 bytes a node
 _SWEEP = 16384  # records an eviction step looks at
 _SAMPLE = 2048
 _OLD_SHARE = 0.25  # share of the nodes, oldest first, that a sweep may evict
@@ -74,9 +76,9 @@ class NodeStore:
         return (self.column(ids, META) >> _DEPTH_SHIFT) & 127
 
     def children(self, ids: Ints) -> Ints:
-        """[m, LISTED] listed children of each node, 0 where a place is empty."""
+        """[m, PLACES] listed children of each node, 0 where a place is empty."""
         pair = self._records.take(ids, axis=0)[:, CHILD0 : CHILD1 + 1]
-        out = np.empty((ids.size, LISTED), np.int64)
+        out = np.empty((ids.size, PLACES), np.int64)
         np.maximum(pair, 0, out=out[:, :2])
         out[:, 2:] = self._blocks.take(np.maximum(-pair[:, 1], 0), axis=0)
         return out
@@ -153,8 +155,7 @@ class NodeStore:
         return unlisted
 
     def list_children(self, ids: Ints) -> None:
-        """Put distinct nodes, the most recent last, in their parents' lists, as far as they deserve
-        it."""
+        """Put distinct nodes in their parents' lists, as far as they deserve it."""
         parents = self.column(ids, PARENT).astype(np.int64)
         ids, parents = ids[parents > 0], parents[parents > 0]
         for field in (CHILD0, CHILD1):
@@ -174,18 +175,18 @@ class NodeStore:
         """The same for parents whose own two places are taken."""
         self._open_blocks(parents)
         block = -self.column(parents, CHILD1).astype(np.int64)
-        order = np.argsort(block, kind="stable")
-        ids, block = ids.take(order), block.take(order)
-        after = np.searchsorted(block, block, side="right")
-        newer = after - np.arange(1, block.size + 1)  # siblings that came later
-        kept = np.flatnonzero((newer < BLOCK) & (block > 0))  # without a block there is no room
-        ids, block, newer = ids.take(kept), block.take(kept), newer.take(kept)
+        value = self.column(ids, self._rank).astype(np.int64)
+        order = np.argsort((block << 32) - value)
+        ids, block, value = ids.take(order), block.take(order), value.take(order)
+        better = np.arange(block.size) - np.searchsorted(block, block)  # siblings that go before
+        kept = np.flatnonzero((better < BLOCK) & (block > 0))  # without a block there is no room
+        ids, block, value, better = (x.take(kept) for x in (ids, block, value, better))
         held = self._blocks.take(block, axis=0)  # [k, BLOCK]
         worth = np.where(held > 0, self._flat.take(held.astype(np.int64) * FIELDS + self._rank), -1)
-        # The i-th newest child of a parent competes for the parent's i-th worst place.
-        place = np.argsort(worth, axis=1, kind="stable")[np.arange(ids.size), newer]
+        # The i-th best new child of a parent competes for the parent's i-th worst place.
+        place = np.argsort(worth, axis=1, kind="stable")[np.arange(ids.size), better]
         at = np.arange(ids.size) * BLOCK + place
-        wins = worth.reshape(-1).take(at) <= self.column(ids, self._rank)
+        wins = worth.reshape(-1).take(at) <= value
         out = held.reshape(-1).take(at)[wins].astype(np.int64)
         out = out[out > 0]
         self._flat[out * FIELDS + META] &= ~_IS_LISTED
@@ -199,7 +200,8 @@ class NodeStore:
             return
         parents, where = np.unique(parents[second > 0], return_index=True)
         second = second[second > 0].take(where)
-        room = self._free_blocks.size + self._blocks.shape[0] - self._top_block
+        limit = min(self._blocks.shape[0], 1 + _FIRST_BLOCKS + self._top // 10)
+        room = max(0, self._free_blocks.size + limit - self._top_block)
         parents, second = parents[:room], second[:room]
         reused = min(parents.size, self._free_blocks.size)
         fresh = np.arange(self._top_block, self._top_block + parents.size - reused)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from sgl_spec.speculative.ngram_candidates import Candidates, Draft, Layout, pick
 from sgl_spec.speculative.ngram_scores import UNKNOWN_SHARE, AcceptanceModel
-from sgl_spec.speculative.trie import LISTED, NgramTrie
+from sgl_spec.speculative.trie import LISTED, PLACES, NgramTrie
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
@@ -115,7 +115,7 @@ class TreeBuilder:
         text, length, anchor = self._anchors(suffixes, children)
         kids = nodes.children(anchor)
         spot = np.flatnonzero(kids)
-        of, kid = spot // LISTED, kids.reshape(-1).take(spot)
+        of, kid = spot // PLACES, kids.reshape(-1).take(spot)
         worth = nodes.rank_value(kid).astype(np.int64)
         order = np.argsort((of << 32) - worth)
         of, kid = of.take(order), kid.take(order)

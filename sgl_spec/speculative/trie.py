@@ -10,7 +10,7 @@ draft may be wrong, nothing else.
 A node remembers where in the token log its n-gram last ended, so what followed an n-gram can be
 read off as far as its stream went, beyond the depth of the trie.
 
-Memory per node: 32 bytes of record, 20 of index, at most 5 of child lists and 2 of log: under 60.
+Memory per node: 32 bytes of record, 22 of index, at most 4 of child lists and 2 of log: 60.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from sgl_spec.errors import ConfigError
 from sgl_spec.speculative.ngram_hash import Hashes, RollingHash, index_keys
 from sgl_spec.speculative.ngram_index import HashIndex
 from sgl_spec.speculative.ngram_log import CLOCK_LIMIT, TokenLog, last_of
-from sgl_spec.speculative.ngram_nodes import COUNT, LAST, LISTED, TOKEN, NodeStore
+from sgl_spec.speculative.ngram_nodes import COUNT, LAST, LISTED, PLACES, TOKEN, NodeStore
 
-__all__ = ["LISTED", "MAX_DEPTH", "MIN_CAPACITY", "NgramTrie", "Piece"]
+__all__ = ["LISTED", "MAX_DEPTH", "MIN_CAPACITY", "PLACES", "NgramTrie", "Piece"]
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
