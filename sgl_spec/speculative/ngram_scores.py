@@ -30,6 +30,8 @@ _PRIOR_BY_LENGTH = np.array([0.05, 0.12, 0.3, 0.42, 0.55, 0.68, 0.78, 0.84, 0.88
 _PRIOR_BY_SHARE = np.array([0.8, 0.06, 0.2, 0.4, 0.65, 0.9, 1.0])  # the first: share unknown
 _PRIOR_WEIGHT = 6.0  # trials that the prior counts for
 _MEMORY = 400.0  # trials a bucket remembers
+_FADE_EVERY = 16  # rounds between steps back to the prior, so that a bucket that is never tried
+_FADE = 0.985  # any more gets another chance, within about a thousand rounds
 _STEP = 0.12  # how far one surprise moves a request's offset
 _OFFSET_DECAY = 0.985
 _MAX_OFFSET = 3.0
@@ -50,6 +52,7 @@ class AcceptanceModel:
         self._tried = np.full(self._prior.size, _PRIOR_WEIGHT)
         self._won = self._prior * _PRIOR_WEIGHT
         self._log_odds = _log_odds(self._prior)
+        self._age = 0
         self.offsets[:] = 0.0
 
     def start(self, row: int) -> None:
@@ -89,6 +92,9 @@ class AcceptanceModel:
         self._tried[touched] *= excess
         self._won[touched] *= excess
         self._log_odds[touched] = _log_odds(self._won[touched] / self._tried[touched])
+        self._age += 1
+        if self._age % _FADE_EVERY == 0:
+            self._fade()
         surprise = np.bincount(rows, won - expected, minlength=self.offsets.size)
         np.clip(
             (self.offsets + _STEP * surprise) * _OFFSET_DECAY,
@@ -96,6 +102,11 @@ class AcceptanceModel:
             _MAX_OFFSET,
             out=self.offsets,
         )
+
+    def _fade(self) -> None:
+        self._tried += (1.0 - _FADE) * (_PRIOR_WEIGHT - self._tried)
+        self._won += (1.0 - _FADE) * (_PRIOR_WEIGHT * self._prior - self._won)
+        self._log_odds = _log_odds(self._won / self._tried)
 
 
 def _log_odds(p: Floats) -> Floats:
