@@ -33,8 +33,8 @@ class AttnGroup:
     """`batch` requests padded to `q_len` rows and to one KV length.
 
     start: first of its batch * q_len rows in the plan's row order. slots: [batch * kv_len], what
-    each column reads. mask: [batch, 1, q_len * group, kv_len] added to the scores, None when
-    every row sees every column.
+    each column reads, or a slice when that is one run of a lone request. mask: [batch, 1, q_len *
+    heads_per_kv, kv_len] added to the scores, None when every row sees every column.
     """
 
     start: int
