@@ -152,25 +152,31 @@ class Candidates:
         size = self.layout.firsts
         worth = np.where(self.valid, self.scores, -1.0)
         best = np.argsort(-worth, axis=1)[:, :size]
-        taken = pick(self.valid, best)
-        taken &= np.arange(size) < (max_nodes - 1)[:, None]
-        column = np.sort(np.where(taken, best, columns), axis=1)  # parents stand left of children
-        used = column < columns
-        width = max(1, int(used.sum(axis=1).max(initial=0)))
-        column, used = column[:, :width] * used[:, :width], used[:, :width]
-        base = np.arange(batch)[:, None] * columns
-        index = np.zeros(batch * columns, np.int64)
-        index[(base + column)[used]] = np.broadcast_to(np.arange(1, width + 1), used.shape)[used]
-        above = self.layout.parent.take(column)
-        parents = index.take(base + np.maximum(above, 0)) * ((above >= 0) & used)
-        flat = base + column
+        taken = pick(self.valid, best) & (np.arange(size) < (max_nodes - 1)[:, None])
+        chosen = np.zeros((batch, columns), np.bool_)
+        chosen.reshape(-1)[best + np.arange(0, batch * columns, columns)[:, None]] = taken
+        place = np.cumsum(chosen, axis=1)  # in its tree: parents stand left of children
+        num_nodes = 1 + place[:, -1]
+        width = int(num_nodes.max(initial=1))
+        spots = np.flatnonzero(chosen)
+        text = spots // columns
+        above = self.layout.parent.take(spots - text * columns)
+        target = text * width + place.reshape(-1).take(spots)
+
+        def filled(first: Any, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            out = np.zeros((batch, width), values.dtype)
+            out[:, 0] = first
+            out.reshape(-1)[target] = values
+            return out
+
+        parents = place.reshape(-1).take(text * columns + np.maximum(above, 0)) * (above >= 0)
         return Draft(
-            tokens=_after(roots, self.tokens.take(flat)),
-            parents=_after(np.full(batch, -1), parents),
-            num_nodes=1 + used.sum(axis=1),
-            scores=_after(np.ones(batch), self.scores.take(flat)),
-            buckets=_after(np.zeros(batch, np.int64), self.buckets.take(flat)),
-            chances=_after(np.ones(batch), self.chances.take(flat)),
+            tokens=filled(roots, self.tokens.take(spots)),
+            parents=filled(-1, parents),
+            num_nodes=num_nodes,
+            scores=filled(1.0, self.scores.take(spots)),
+            buckets=filled(0, self.buckets.take(spots)),
+            chances=filled(1.0, self.chances.take(spots)),
             suffixes=suffixes,
         )
 
@@ -179,7 +185,3 @@ def pick(values: npt.NDArray[Any], index: Ints) -> npt.NDArray[Any]:
     """[m, w] values at [m, k] columns (`take_along_axis` along rows, without its overhead)."""
     width = values.shape[1]
     return values.reshape(-1).take(index + np.arange(0, values.size, width)[:, None])
-
-
-def _after(first: npt.NDArray[Any], rest: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return np.concatenate([first[:, None], rest], axis=1)

@@ -60,14 +60,16 @@ class HashIndex:
     def _address(self, keys: Keys) -> Ints:
         """[2m] candidate buckets of [m] keys: all in the first table, then all in the second."""
         words = keys.view(np.uint32)
-        out = np.empty(2 * keys.size, np.int64)
+        out = np.empty((2, keys.size), np.int64)
         for table, count in enumerate(self._buckets):
             half = 1 << (count.bit_length() - 1)
-            word = words[table::2] & np.uint32(2 * half - 1)
-            word -= (word >= np.uint32(count)) * np.uint32(half)
-            part = out[table * keys.size : (table + 1) * keys.size]
-            np.add(word, table * self._max_buckets, out=part)
-        return out
+            if count == half:
+                word = words[table::2] & np.uint32(half - 1)
+            else:
+                word = words[table::2] & np.uint32(2 * half - 1)
+                word -= (word >= np.uint32(count)) * np.uint32(half)
+            np.add(word, table * self._max_buckets, out=out[table])
+        return out.reshape(-1)
 
     def find(self, keys: Keys) -> Ints:
         """[m] slot of each key, -1 where it has no entry."""
@@ -76,9 +78,7 @@ class HashIndex:
         rows = self._keys.take(address, axis=0).reshape(2, keys.size, SLOTS)
         hits = np.flatnonzero(rows == keys[:, None])
         bucket = hits >> 3
-        slots[np.where(bucket >= keys.size, bucket - keys.size, bucket)] = address.take(
-            bucket
-        ) * SLOTS + (hits & 7)
+        slots[bucket % keys.size] = address.take(bucket) * SLOTS + (hits & 7)
         return slots
 
     def get(self, keys: Keys) -> Ints:

@@ -30,12 +30,16 @@ class TokenLog:
         return min(self.clock + 1, self.size) * 8
 
     def append(self, tokens: npt.NDArray[np.int32], starts: Ints, tails: Ints) -> Ints:
-        """Add [T] tokens of S streams; returns their [T] positions.
+        """Add [T] tokens of S streams, fewer than `size`; returns their [T] positions.
 
         starts: [S] index of each stream's first token, ascending from 0. tails: [S] position of the
         token before it, 0 if there is none.
         """
         mask = self.size - 1
+        if (self.clock & mask) + tokens.size > mask:
+            self.clock = (
+                self.clock | mask
+            ) + 1  # to the start of the ring, of which place 0 is left
         at = np.arange(self.clock + 1, self.clock + tokens.size + 1)
         self.clock += tokens.size
         successor = at + 1
@@ -57,16 +61,12 @@ class TokenLog:
         means nothing) where the stream ends or the ring was overwritten.
         """
         mask = self.size - 1
-        tokens = np.zeros((steps, positions.size), np.int64)
-        found = np.zeros((steps, positions.size), np.int64)
-        at: npt.NDArray[np.signedinteger] = positions * self._live(positions)
-        for step in range(steps):
-            at = self._next.take(at & mask) * (at > 0)
-            if not at.any():
-                break
-            found[step] = at
-            tokens[step] = self._tokens.take(at & mask)
-        return tokens.T, found.T
+        found = np.zeros((steps + 1, positions.size), np.int32)
+        found[0] = positions * self._live(positions)
+        for step in range(steps):  # place 0 of the ring is never used: from 0 it leads to 0
+            self._next.take(found[step] & mask, out=found[step + 1], mode="wrap")
+        tokens = self._tokens.take(found[1:] & mask)
+        return tokens.T.astype(np.int64), found[1:].T.astype(np.int64)
 
     def set_back(self) -> int:
         """Lower the clock and every position by half the limit; returns by how much.

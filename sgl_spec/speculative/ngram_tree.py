@@ -295,7 +295,9 @@ def _first_of_each(text: Ints, token: Ints) -> Ints:
     """Ascending indices of the first occurrence of every (text, token)."""
     key = (text << (31 + _ORDER_BITS)) | (token << _ORDER_BITS) | np.arange(text.size)
     key.sort()
-    new = np.diff(key >> _ORDER_BITS, prepend=-1) != 0
+    group = key >> _ORDER_BITS
+    new = np.ones(key.size, np.bool_)
+    np.not_equal(group[1:], group[:-1], out=new[1:])
     return np.sort(key[new] & ((1 << _ORDER_BITS) - 1))
 
 

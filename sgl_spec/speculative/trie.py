@@ -120,7 +120,7 @@ class NgramTrie:
         Returns [S] log positions of the last token of each stream's part. Takes time in proportion
         to T * depth: give long texts in slices.
         """
-        step = max(1, self.capacity // (4 * self.depth))
+        step = min(max(1, self.capacity // (4 * self.depth)), self.log.size // 2)
         if piece.windows.shape[0] <= step:
             return self._insert(piece)
         tails = piece.tails.copy()
