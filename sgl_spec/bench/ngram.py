@@ -177,9 +177,11 @@ class NgramBench:
         before = _resident()
         server = self._server(self._options.capacity)
         self._fill(server)
-        rows = [self._measure(server, f"{self._options.nodes} nodes and growing")]
+        start = server.drafter.trie.num_nodes
+        rows = [self._measure(server, f"{start} nodes and growing")]
         stats = server.drafter.stats()
         self.facts = {
+            "nodes_before": start,
             "nodes": int(stats["trie_nodes"]),
             "bytes_per_node": stats["trie_bytes"] / stats["trie_nodes"],
             "resident_bytes_per_node": (_resident() - before) / stats["trie_nodes"],

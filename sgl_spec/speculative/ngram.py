@@ -18,7 +18,7 @@ import torch
 from sgl_spec.errors import ConfigError
 from sgl_spec.speculative.base import DraftBatch, Drafter, DrafterContext, register_drafter
 from sgl_spec.speculative.ngram_memo import ProposalMemo
-from sgl_spec.speculative.ngram_queue import InsertQueue, join
+from sgl_spec.speculative.ngram_queue import InsertQueue, Job, join
 from sgl_spec.speculative.ngram_scores import AcceptanceModel
 from sgl_spec.speculative.ngram_tree import Texts, TreeBuilder
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
@@ -104,7 +104,9 @@ class NgramDrafter:
         self._given = np.zeros(num_rows, np.int64)  # tokens of the row's text queued or inserted
         self._tails = np.zeros(num_rows, np.int64)  # log position of the last of them
         self._suffixes = np.zeros((num_rows, options.max_trie_depth - 1), np.int64)
-        self._suffixes_at = np.full(num_rows, -1, np.int64)  # round in which they were looked up
+        self._suffixes_at = np.full(
+            num_rows, -1, np.int64
+        )  # the trie's clock when they were looked up
         self._tried_at = np.zeros(num_rows, np.int64)  # round of the last verified draft or probe
         self._gap = np.full(num_rows, _PROBE_GAP)
         self._round = 0
@@ -113,11 +115,15 @@ class NgramDrafter:
     # ---- the protocol
 
     def begin(self, row: int, tokens: Ints32, known: int) -> None:
-        """See `Drafter`. Queues the tokens from `known` on."""
+        """See `Drafter`. Queues the tokens from `known` on; a first slice goes in at once, so that
+        a short prompt can be copied from the first round on."""
         self._forget(row)
         self._given[row] = len(tokens)
         if known < len(tokens):
+            idle = not self._queue.pending
             self._queue.add(row, tokens, known, 0)
+            if idle:
+                self._insert_slices(self._queue.slices(ROUND_TOKENS), None)
 
     def propose(self, batch: DraftBatch) -> TokenTree:
         """See `Drafter`."""
@@ -135,7 +141,7 @@ class NgramDrafter:
         draft = self._builder.build(texts)
         self._memo.keep(rows, draft)
         self._suffixes[rows] = draft.suffixes
-        self._suffixes_at[rows[in_log]] = self._round
+        self._suffixes_at[rows[in_log]] = self.trie.log.clock
         self._note_probes(rows[texts.probes & (draft.num_nodes > 1)])
         self._totals.proposed += rows.size
         self._totals.matched += int((draft.num_nodes > 1).sum())
@@ -250,16 +256,25 @@ class NgramDrafter:
         at = np.arange(row.size) + np.repeat(self._given.take(rows) - starts, gained)
         windows, known = self._windows(batch, row, at)
         slices = self._queue.slices(max(MIN_SLICE, ROUND_TOKENS - row.size))
-        fresh = not slices and bool((self._suffixes_at.take(rows) == self._round).all())
+        fresh = not slices and bool((self._suffixes_at.take(rows) == self.trie.log.clock).all())
         before = self._suffixes.take(rows, axis=0) if fresh else None
         piece = Piece(windows, known, starts, self._tails.take(rows), before)
         self._given[batch.rows] = np.maximum(self._given[batch.rows], ends)
-        if row.size or slices:
-            tails = self.trie.insert(join(piece, [part for _, part in slices]))
-            self._tails[rows] = tails[: rows.size]
-            for (job, part), tail in zip(slices, tails[rows.size :].tolist(), strict=True):
-                if self._queue.advance(job, part.known.size, tail) and job.row >= 0:
-                    self._tails[job.row] = tail
+        if row.size:
+            self._tails[rows] = self._insert_slices(slices, piece)
+        elif slices:
+            self._insert_slices(slices, None)
+
+    def _insert_slices(self, slices: list[tuple[Job, Piece]], first: Piece | None) -> Ints:
+        """Insert a piece and slices of the queue. Returns the log positions of the former's
+        tails."""
+        pieces = [*([] if first is None else [first]), *[part for _, part in slices]]
+        tails = self.trie.insert(join(pieces))
+        own = tails.size - len(slices)
+        for (job, part), tail in zip(slices, tails[own:].tolist(), strict=True):
+            if self._queue.advance(job, part.known.size, tail) and job.row >= 0:
+                self._tails[job.row] = tail
+        return tails[:own]
 
     def _queue_gains(self, batch: DraftBatch, ends: Ints, which: Bools) -> None:
         """Queue new tokens behind what is queued of their row, or because they are many."""

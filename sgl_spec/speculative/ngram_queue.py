@@ -111,11 +111,10 @@ class InsertQueue:
         return True
 
 
-def join(first: Piece, others: list[Piece]) -> Piece:
+def join(pieces: list[Piece]) -> Piece:
     """Pieces one after the other."""
-    if not others:
-        return first
-    pieces = [first, *others]
+    if len(pieces) == 1:
+        return pieces[0]
     sizes = np.cumsum([0, *[p.known.size for p in pieces]])
     return Piece(
         windows=np.concatenate([p.windows for p in pieces]),
