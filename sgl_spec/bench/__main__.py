@@ -6,6 +6,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from sgl_spec.errors import SglSpecError
+
 COMMANDS = {
     "ngram": "time and memory of the n-gram drafter, per round",
     "offline": "tokens per second of the engine, beside transformers",
@@ -18,7 +20,11 @@ def main(argv: Sequence[str]) -> int:
         asked_for_help = bool(argv) and argv[0] in ("-h", "--help")
         print(_usage(), file=sys.stdout if asked_for_help else sys.stderr)
         return 0 if asked_for_help else 2
-    importlib.import_module(f"sgl_spec.bench.{argv[0]}").main(argv[1:])
+    try:
+        importlib.import_module(f"sgl_spec.bench.{argv[0]}").main(argv[1:])
+    except SglSpecError as error:
+        print(f"{argv[0]}: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

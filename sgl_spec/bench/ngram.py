@@ -37,17 +37,19 @@ _VOCAB = 49152
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds per round: percentiles of `propose` and `observe`."""
+    """Milliseconds per round: percentiles of `propose` and `observe`. tokens: gained by a request
+    in a round, on average."""
 
     name: str
     rounds: int
     requests: int
+    tokens: float
     propose: tuple[float, float, float]
     observe: tuple[float, float, float]
 
     def cells(self) -> list[object]:
         """The row of the printed table."""
-        return [self.name, self.rounds, self.requests, *self.propose, *self.observe]
+        return [self.name, self.rounds, self.requests, self.tokens, *self.propose, *self.observe]
 
 
 class Text:
@@ -82,70 +84,79 @@ def _words(rng: np.random.Generator, count: int) -> Ints32:
 
 
 class Server:
-    """Requests that advance `accepted` tokens a round along a given text."""
+    """Requests that gain `accepted` tokens a round on average.
+
+    The target of this server agrees with the tree's preferred path as far as that takes it, then
+    says the next token of the request's own text.
+    """
 
     def __init__(
         self, drafter: NgramDrafter, text: Text, rows: int, accepted: float, seed: int
     ) -> None:
         self.drafter = drafter
-        self.propose_s: list[float] = []
-        self.observe_s: list[float] = []
+        self.clear_times()
         self._rng = np.random.default_rng(seed)
         self._accepted = accepted
-        self._source = text
+        self._text = text
         self._rows = np.arange(rows)
         self._tokens = np.zeros((rows, _WIDTH), np.int32)
         self._lengths = np.zeros(rows, np.int64)
+        self._own = np.zeros((rows, _WIDTH), np.int32)  # what the target says by itself
+        self._owing = np.zeros(rows)  # tokens by which a request is behind the average
         for row in range(rows):
-            self._restart(row, 200)
+            self._start(row, 200)
 
-    def _restart(self, row: int, prompt: int) -> None:
+    def _start(self, row: int, prompt: int) -> None:
         self.drafter.finish(row)
-        self._tokens[row] = self._source.take(_WIDTH)
+        self._own[row] = self._text.take(_WIDTH)
+        self._tokens[row, :prompt] = self._text.take(prompt)
         self._lengths[row] = prompt
         self.drafter.begin(row, self._tokens[row, :prompt], 0)
 
     def add_prompt(self, row: int, length: int) -> None:
         """A request with a prompt of `length` tokens takes the place of the one in `row`."""
-        self._restart(row, length)
+        self._start(row, length)
 
     def clear_times(self) -> None:
         """Start measuring."""
-        self.propose_s, self.observe_s = [], []
+        self.propose_s: list[float] = []
+        self.observe_s: list[float] = []
+        self.emitted = 0
 
     def round(self) -> None:
         """One round of all requests."""
         for row in np.flatnonzero(self._lengths > _WIDTH - 100):
-            self._restart(int(row), 200)
-        extra = self._rng.random(self._rows.size) < self._accepted % 1
-        steps = int(self._accepted) + extra.astype(np.int64)
+            self._start(int(row), 200)
         nodes = np.full(self._rows.size, self.drafter.options.num_draft_tokens)
         batch = DraftBatch(self._rows, self._lengths.copy(), nodes, self._tokens)
         begin = time.perf_counter()
         tree = self.drafter.propose(batch)
-        middle = time.perf_counter()
-        accepted = self._verify(batch, tree, steps)
-        before = time.perf_counter()
+        self.propose_s.append(time.perf_counter() - begin)
+        accepted = self._verify(batch, tree)
+        begin = time.perf_counter()
         self.drafter.observe(batch, tree, accepted)
-        self.observe_s.append(time.perf_counter() - before)
-        self.propose_s.append(middle - begin)
-        self._lengths += steps
+        self.observe_s.append(time.perf_counter() - begin)
 
-    def _verify(self, batch: DraftBatch, tree: TokenTree, steps: Ints) -> AcceptResult:
-        """Follow the text down each tree for at most `steps` tokens. What the tree misses is added
-        to the text all the same, so that every round brings `steps` new tokens."""
+    def _verify(self, batch: DraftBatch, tree: TokenTree) -> AcceptResult:
+        self._owing = np.minimum(self._owing + self._accepted, 8.0)
+        steps = np.maximum(1, np.floor(self._owing + self._rng.random(self._rows.size)))
         tokens, parents = tree.tokens.numpy(), tree.parents.numpy()
-        used = tree.used().numpy()
-        width = int(steps.max())
-        at = np.arange(width) + batch.lengths[:, None]
-        drawn = self._tokens[self._rows[:, None], at].astype(np.int64)
-        path = np.zeros((self._rows.size, width), np.int64)
+        inner = tree.used().numpy() & (np.arange(tree.width) > 0)
+        path = np.zeros((self._rows.size, tree.width), np.int64)
+        drawn = self._own[self._rows[:, None], batch.lengths[:, None] + np.arange(tree.width)]
+        drawn = drawn.astype(np.int64)
         counts = np.ones(self._rows.size, np.int64)
-        for step in range(1, width):
-            hit = (parents == path[:, step - 1 : step]) & (tokens == drawn[:, step - 1 : step])
-            hit &= used & (counts == step)[:, None] & (step < steps)[:, None]
-            path[:, step] = np.argmax(hit, axis=1)
-            counts += hit.any(axis=1)
+        for step in range(1, tree.width):
+            below = (parents == path[:, step - 1 : step]) & inner
+            goes_on = below.any(axis=1) & (counts == step) & (step < steps)
+            path[:, step] = np.argmax(below, axis=1) * goes_on
+            drawn[goes_on, step - 1] = tokens[goes_on, path[goes_on, step]]
+            counts += goes_on
+        self._owing -= counts
+        self.emitted += int(counts.sum())
+        at = batch.lengths[:, None] + np.arange(tree.width)
+        self._tokens[self._rows[:, None], at] = drawn
+        self._lengths += counts
         return AcceptResult(*map(torch.from_numpy, (drawn, path, counts)))
 
     def timing(self, name: str) -> Timing:
@@ -154,6 +165,7 @@ class Server:
             name,
             len(self.propose_s),
             self._rows.size,
+            self.emitted / (self._rows.size * len(self.propose_s)),
             _percentiles(self.propose_s),
             _percentiles(self.observe_s),
         )
@@ -257,7 +269,7 @@ def _documents(options: argparse.Namespace) -> list[Ints32] | None:
 
     tokenizer = Tokenizer.from_file(options.tokenizer)
     documents = []
-    for line in Path(options.texts).read_text(encoding="utf-8").splitlines():
+    for line in Path(options.texts).read_bytes().splitlines():
         row = json.loads(line)
         text = row.get("prompt") or row.get("text") or "\n".join(row.get("turns", []))
         ids = np.array(tokenizer.encode(text).ids, np.int32)
@@ -295,12 +307,12 @@ def main(argv: Sequence[str]) -> None:
         options.nodes, options.rounds, options.prompt = 20_000, 100, 500
     bench = NgramBench(options)
     rows = bench.run()
-    header = ["round (ms)", "rounds", "requests"]
+    header = ["round (ms)", "rounds", "requests", "tokens"]
     header += [f"{call} {p}" for call in ("propose", "observe") for p in ("p50", "p90", "p99")]
     print(table(header, [row.cells() for row in rows]))
     facts = bench.facts
     print(
-        f"{facts['nodes']} nodes, {facts['bytes_per_node']:.1f} bytes a node in use "
+        f"{facts['nodes']} nodes then, {facts['bytes_per_node']:.1f} bytes a node in use "
         f"({facts['resident_bytes_per_node']:.1f} resident, rows of text included); a "
         f"{options.prompt}-token prompt went in within {facts['prompt_rounds']:.0f} rounds"
     )

@@ -586,5 +586,5 @@ def test_the_benchmark_refuses_what_it_does_not_know(capsys: pytest.CaptureFixtu
     assert bench_main(["nothing"]) == 2
     assert "ngram" in capsys.readouterr().err
     assert bench_main(["--help"]) == 0
-    with pytest.raises(ConfigError, match="--tokenizer"):
-        bench_main(["ngram", "--quick", "--texts", "missing.jsonl"])
+    assert bench_main(["ngram", "--quick", "--texts", "missing.jsonl"]) == 2
+    assert "--tokenizer" in capsys.readouterr().err
