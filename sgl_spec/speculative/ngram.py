@@ -256,8 +256,8 @@ class NgramDrafter:
         at = np.arange(row.size) + np.repeat(self._given.take(rows) - starts, gained)
         windows, known = self._windows(batch, row, at)
         slices = self._queue.slices(max(MIN_SLICE, ROUND_TOKENS - row.size))
-        fresh = not slices and bool((self._suffixes_at.take(rows) == self.trie.log.clock).all())
-        before = self._suffixes.take(rows, axis=0) if fresh else None
+        before = self._suffixes.take(rows, axis=0)
+        before[self._suffixes_at.take(rows) != self.trie.log.clock] = -1
         piece = Piece(windows, known, starts, self._tails.take(rows), before)
         self._given[batch.rows] = np.maximum(self._given[batch.rows], ends)
         if row.size:

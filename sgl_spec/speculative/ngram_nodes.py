@@ -23,6 +23,7 @@ _CHILDREN = (1 << _DEPTH_SHIFT) - 1
 _IS_LISTED = 1 << 30  # the node stands in its parent's list
 _FIRST_BLOCKS = 64  # and one more for every 10 nodes: 4 bytes a node
 _SWEEP = 16384  # records an eviction step looks at
+_HORIZON_SWEEPS = 8  # steps between samples of the age
 _SAMPLE = 2048
 _OLD_SHARE = 0.25  # share of the nodes, oldest first, that a sweep may evict
 
@@ -50,6 +51,8 @@ class NodeStore:
         self._top = 1
         self._free = np.zeros(0, np.int64)
         self._hand = 1
+        self._horizon = 0  # last use from which on a node is too young to go
+        self._sweeps = 0
         self._rng = np.random.default_rng(0)
         self.evicted = 0
 
@@ -221,10 +224,13 @@ class NodeStore:
         start = self._hand
         stop = min(start + _SWEEP, self._top)
         self._hand = stop if stop < self._top else 1
-        sample = self._records[self._rng.integers(1, self._top, _SAMPLE), LAST]
-        horizon = np.quantile(sample, share, method="higher")
+        if share > _OLD_SHARE or self._sweeps % _HORIZON_SWEEPS == 0:
+            sample = self._records[self._rng.integers(1, self._top, _SAMPLE), LAST]
+            sample.sort()
+            self._horizon = int(sample[int(share * (_SAMPLE - 1))])
+        self._sweeps += 1
         slab = self._records[start:stop]
-        goes = (slab[:, LAST] <= horizon) & (slab[:, META] != 0)
+        goes = (slab[:, LAST] <= self._horizon) & (slab[:, META] != 0)
         self._keep_ancestors(slab, start, goes)
         ids = np.flatnonzero(goes) + start
         self._evict(ids, goes, start)
@@ -268,6 +274,7 @@ class NodeStore:
 
     def set_back(self, shift: int) -> None:
         """Lower every last use by `shift` and halve every count, keeping both at least 1."""
+        self._horizon = 0
         used = self._records[1 : self._top]
         alive = used[:, META] != 0
         used[:, LAST] = np.maximum(used[:, LAST] - shift, 1) * alive

@@ -116,9 +116,14 @@ def join(pieces: list[Piece]) -> Piece:
     if len(pieces) == 1:
         return pieces[0]
     sizes = np.cumsum([0, *[p.known.size for p in pieces]])
+    longest = pieces[0].windows.shape[1] - 1
+    before = [
+        np.full((p.starts.size, longest), -1) if p.before is None else p.before for p in pieces
+    ]
     return Piece(
         windows=np.concatenate([p.windows for p in pieces]),
         known=np.concatenate([p.known for p in pieces]),
         starts=np.concatenate([p.starts + s for p, s in zip(pieces, sizes, strict=False)]),
         tails=np.concatenate([p.tails for p in pieces]),
+        before=np.concatenate(before),
     )

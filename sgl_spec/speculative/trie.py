@@ -45,8 +45,8 @@ class Piece:
     known: [T] how many entries of each window are real tokens of the stream (1 .. depth).
     starts: [S] indices of the rows that begin a stream's part, ascending from 0.
     tails: [S] log position of the stream's token before its part, 0 if it has none.
-    before: [S, depth - 1] nodes of the 1, 2, ... tokens before each part, 0 where there is none, if
-    they are known since the last insertion; None to have them looked up.
+    before: [S, depth - 1] nodes of the 1, 2, ... tokens before each part, 0 where there is none, as
+    looked up since the last insertion; a row that starts with -1, or None for all, is looked up.
     """
 
     windows: Ints32
@@ -139,11 +139,15 @@ class NgramTrie:
         at = self.log.append(piece.windows[:, 0], piece.starts, piece.tails)
         hashed = self.hash.tokens(piece.windows)
         raw = self.hash.suffixes(hashed)
-        before = piece.before if self.nodes.evicted == evicted else None
-        if before is None:
-            before = self.find(self.hash.prefixes(raw[piece.starts], hashed[piece.starts, 0]))
+        before = self._before(
+            piece.before if self.nodes.evicted == evicted else None,
+            raw[piece.starts],
+            hashed[piece.starts, 0],
+        )
         known = _with_parents(piece, before)
         entries = np.flatnonzero(np.arange(self.depth) < known[:, None])  # (token, length) pairs
+        row = entries // self.depth
+        length = entries - row * self.depth + 1
         keys = index_keys(raw.reshape(-1).take(entries))
         ids = self._index.get(keys)
         missing = np.flatnonzero(ids == 0)
@@ -155,14 +159,22 @@ class NgramTrie:
             ids[missing] = self._index.get(keys.take(missing))
             parents = self._without_orphans(piece, entries, ids, before)
             fresh = fresh[ids.take(fresh) > 0]
-        row = entries // self.depth
-        length = entries % self.depth + 1
         tokens = piece.windows[:, 0].take(row.take(fresh))
         born = self.nodes.create(ids.take(fresh), parents.take(fresh), tokens, length.take(fresh))
         unlisted = self.nodes.touch(ids, at.take(row))
         unlisted[missing] = False
         self.nodes.list_children(np.concatenate([born, np.unique(ids[unlisted])]))
         return at[last_of(piece.starts, total)]
+
+    def _before(self, given: Ints | None, raw: Hashes, newest: Hashes) -> Ints:
+        """`Piece.before` with what it leaves open. raw: [S, depth] hashes of the n-grams that end
+        at each part's first token. newest: [S] that token's own."""
+        if given is None:
+            return self.find(self.hash.prefixes(raw, newest))
+        open_rows = np.flatnonzero(given[:, 0] < 0)
+        if open_rows.size:
+            given[open_rows] = self.find(self.hash.prefixes(raw[open_rows], newest[open_rows]))
+        return given
 
     def _without_orphans(self, piece: Piece, entries: Ints, ids: Ints, before: Ints) -> Ints:
         """Take back new nodes (ids set to 0 in place) whose parent found no room in the index.
@@ -216,7 +228,6 @@ def _with_parents(piece: Piece, before: Ints) -> Ints:
         return piece.known
     present = 1 + np.cumprod(before != 0, axis=1).sum(axis=1)
     lengths = np.diff(piece.starts, append=piece.windows.shape[0])
-    stream = np.repeat(np.arange(piece.starts.size), lengths)
-    offset = np.arange(stream.size) - piece.starts[stream]
-    known: Ints = np.minimum(piece.known, present[stream] + offset)
+    offset = np.arange(piece.known.size) - np.repeat(piece.starts, lengths)
+    known: Ints = np.minimum(piece.known, np.repeat(present, lengths) + offset)
     return known
