@@ -8,6 +8,7 @@ print(llm.generate("The capital of France is", {"temperature": 0})[0].text)
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,12 +46,16 @@ class Completion:
 
 
 class LLM:
-    """A model in this process. `flags` are the server's options by field name."""
+    """A model in this process. `flags` are the server's options by field name.
+
+    Calls from several threads wait for each other; give one call several prompts to batch them.
+    """
 
     def __init__(self, model_path: str = "smollm2", **flags: Any) -> None:
         self.engine = Engine(ServerArgs(model_path=model_path, **flags))
         self._seeds = random.Random(self.engine.args.random_seed)
         self._serial = 0
+        self._lock = threading.Lock()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a raw text, special tokens added as the tokenizer says."""
@@ -70,8 +75,9 @@ class LLM:
             raise InvalidRequestError(
                 f"sampling has {len(params)} entries for {len(batch)} prompts.", param="sampling"
             )
-        requests = [self._request(p, s) for p, s in zip(batch, params, strict=True)]
-        chunks = self._run(requests)
+        with self._lock:
+            requests = [self._request(p, s) for p, s in zip(batch, params, strict=True)]
+            chunks = self._run(requests)
         return [self._completion(request, chunks[request.rid]) for request in requests]
 
     def _request(self, prompt: Prompt, params: Params) -> TokenizedRequest:
@@ -152,6 +158,12 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _as_params(params: Params) -> SamplingParams:
     if isinstance(params, SamplingParams):
         return params
+    allowed = SamplingParams.__struct_fields__
+    for name in params or {}:
+        if name not in allowed:
+            raise InvalidRequestError(
+                f"sampling: {name!r} is not one of {', '.join(allowed)}.", param="sampling"
+            )
     try:
         return msgspec.convert(dict(params or {}), SamplingParams, strict=True)
     except msgspec.ValidationError as error:
