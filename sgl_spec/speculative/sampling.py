@@ -2,8 +2,8 @@
 
 The draw of a row is a function of its logits, its parameters and (seed, absolute position) alone.
 It never depends on the other rows, on how many there are, or on anything a drafter did; this is
-what makes speculation invisible in the text. Filters act in a fixed order: minimum length,
-temperature, top_k, top_p, min_p.
+what makes speculation invisible in the text. Filters act in a fixed order: penalties and
+logit_bias, the grammar's mask and minimum length, temperature, top_k, top_p, min_p.
 
 All arithmetic is what a GPU kernel does as well: 32-bit wrapping integers for the noise, integer
 masses for top_p (integer sums do not depend on their order), fp32 for the rest.
@@ -11,7 +11,8 @@ masses for top_p (integer sums do not depend on their order), fp32 for the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,12 +20,12 @@ import torch
 from torch import Tensor
 
 from sgl_spec.request import SamplingParams
+from sgl_spec.speculative.noise import exponential, noise_bits, row_keys
 
 ALL_TOKENS = 1 << 31  # top_k that keeps every token
 _BLOCK_ELEMENTS = 1 << 16  # a block of rows on the CPU: its temporaries stay in the cache
 _MASS_BITS = 40  # top_p counts probability in units of 2^-40 of the most likely token
 _WORD = 0xFFFFFFFF
-_LARGEST_UNIFORM = 1.0 - 2.0**-24  # the largest fp32 below 1: keeps -log1p(-u) finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,58 +126,172 @@ def _enders(params: SamplingParams, eos_ids: Sequence[int]) -> list[int]:
     return [*(() if params.ignore_eos else eos_ids), *params.stop_token_ids]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Tokens that a grammar allows, for the logits rows it constrains.
+
+    words: [M, ceil(V / 32)] int32, bit t % 32 of word t // 32 is set iff token t is allowed.
+    row_of: [T] int64, the row of `words` that restricts each logits row; -1 leaves it free.
+    """
+
+    words: Tensor
+    row_of: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """R draws: see `draw` for the fields."""
+
+    rows: SamplingRows
+    positions: Tensor
+    index: Tensor
+    path: Tensor | None
+    masks: TokenMasks | None
+
+    def select(self, part: Tensor) -> _Asked:
+        path = None if self.path is None else self.path[part]
+        return replace(
+            self,
+            rows=self.rows.select(part),
+            positions=self.positions[part],
+            index=self.index[part],
+            path=path,
+        )
+
+
 def draw(
-    logits: Tensor, rows: SamplingRows, positions: Tensor, index: Tensor | None = None
+    logits: Tensor,
+    rows: SamplingRows,
+    positions: Tensor,
+    index: Tensor | None = None,
+    *,
+    path: Tensor | None = None,
+    masks: TokenMasks | None = None,
 ) -> Tensor:
     """Draw one token per row: [R] int64.
 
     logits: [T, V] float32, left unchanged. positions: [R] int64, absolute position (prompt
     included, from 0) of the token to be drawn. index: [R] int64, the logits row each draw reads;
-    None means row r reads logits row r. Greedy rows take the lowest id among the largest logits. A
-    row where everything is masked draws token 0; NaN or +inf give some id of the vocabulary.
+    None means row r reads logits row r. path: [R, D] int64, tokens drawn for the row since its
+    counts were last brought up to date; None is D = 0. Greedy rows take the lowest id among the
+    largest logits. A row where everything is masked draws token 0; NaN or +inf give some id of the
+    vocabulary.
     """
-    assert logits.dtype == torch.float32, logits.dtype
-    if index is None:
-        index = torch.arange(rows.count, device=logits.device)
+    tokens = torch.empty_like(positions)
+    with _one_thread(logits):
+        for part, rule, x, asked in _blocks(logits, rows, positions, index, path, masks):
+            tokens[part] = rule.draw(x, asked)
+    return tokens
+
+
+def final_probs(
+    logits: Tensor,
+    rows: SamplingRows,
+    positions: Tensor,
+    index: Tensor | None = None,
+    *,
+    path: Tensor | None = None,
+    masks: TokenMasks | None = None,
+) -> Tensor:
+    """The distributions that `draw` draws from: [R, V] float32, each row's sum is 1.
+
+    Tokens that a filter drops have 0; a greedy row has all its mass on one token, a row where
+    everything is masked on token 0.
+    """
+    probs = torch.empty(rows.count, logits.shape[1], device=logits.device)
+    with _one_thread(logits):
+        for part, rule, x, asked in _blocks(logits, rows, positions, index, path, masks):
+            weights = rule.weigh(x, asked)
+            total = weights.sum(1, keepdim=True)
+            empty = ~(total > 0)
+            weights.div_(total).masked_fill_(empty, 0)
+            weights[:, :1].masked_fill_(empty, 1)
+            probs[part] = weights
+    return probs
+
+
+@contextmanager
+def _one_thread(logits: Tensor) -> Iterator[None]:
+    """On the CPU, one thread: two gain a tenth on an idle machine and lose tenfold on a busy
+    one."""
     if logits.device.type != "cpu":
-        return _draw_blocks(logits, rows, positions, index, max(1, rows.count))
+        yield
+        return
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # two gain a tenth on an idle machine and lose tenfold on a busy one
+    torch.set_num_threads(1)
     try:
-        step = max(1, _BLOCK_ELEMENTS // logits.shape[1])
-        return _draw_blocks(logits, rows, positions, index, step)
+        yield
     finally:
         torch.set_num_threads(threads)
 
 
-def _draw_blocks(
-    logits: Tensor, rows: SamplingRows, positions: Tensor, index: Tensor, step: int
-) -> Tensor:
-    tokens = torch.empty_like(positions)
+_Block = tuple[Tensor, "_Rule", Tensor, _Asked]
+
+
+def _blocks(
+    logits: Tensor,
+    rows: SamplingRows,
+    positions: Tensor,
+    index: Tensor | None,
+    path: Tensor | None,
+    masks: TokenMasks | None,
+) -> Iterator[_Block]:
+    """Rows [r] that need the same work, that work, their logits [r, V] as adjusted and masked
+    (a copy, to work on in place), and what is asked for them."""
+    assert logits.dtype == torch.float32, logits.dtype
+    if index is None:
+        index = torch.arange(rows.count, device=logits.device)
+    asked = _Asked(rows, positions, index, path, masks)
+    step = max(1, rows.count)
+    if logits.device.type == "cpu":
+        step = max(1, _BLOCK_ELEMENTS // logits.shape[1])
     for members, rule in _groups(rows, logits.shape[1]):
-        for start in range(0, members.shape[0], step):
-            part = members[start : start + step]
-            block = rows.select(part)
-            x = logits.index_select(0, index[part])  # [r, V], a copy: filters work in place
-            _mask_enders(x, block, positions[part])
-            tokens[part] = rule(x, block, positions[part])
-    return tokens
-
-
-_Rule = Callable[[Tensor, SamplingRows, Tensor], Tensor]
+        for part in torch.split(members, step):
+            block = asked.select(part)
+            x = logits.index_select(0, block.index)
+            _mask_tokens(x, block)
+            _mask_enders(x, block.rows, block.positions)
+            yield part, rule, x, block
 
 
 def _groups(rows: SamplingRows, vocab: int) -> list[tuple[Tensor, _Rule]]:
     """Rows by the work they need."""
     everyone = torch.arange(rows.count, device=rows.seed.device)
     if not rows.any_sampled:
-        return [(everyone, _greedy)]
+        return [(everyone, _GREEDY)]
     if not rows.any_greedy and not rows.any_filtered:
-        return [(everyone, _sampled)]
+        return [(everyone, _SAMPLED)]
     greedy = rows.temperature == 0
     filtered = (rows.top_k < vocab) | (rows.top_p < 1) | (rows.min_p > 0)
-    groups = ((greedy, _greedy), (~greedy & ~filtered, _sampled), (~greedy & filtered, _filtered))
-    return [(everyone[mask], rule) for mask, rule in groups]
+    groups = ((greedy, _GREEDY), (~greedy & ~filtered, _SAMPLED), (~greedy & filtered, _FILTERED))
+    return [(everyone[mask], rule) for mask, rule in groups if bool(mask.any())]
+
+
+def _mask_tokens(x: Tensor, asked: _Asked) -> None:
+    """Tokens outside the grammar's mask cannot be drawn. In place."""
+    if asked.masks is None:
+        return
+    row_of = asked.masks.row_of[asked.index]
+    (masked,) = torch.nonzero(row_of >= 0, as_tuple=True)
+    if masked.numel():
+        allowed = allowed_tokens(asked.masks.words[row_of[masked]], x.shape[1])
+        x[masked] = x[masked].masked_fill_(~allowed, -torch.inf)
+
+
+def allowed_tokens(words: Tensor, vocab: int) -> Tensor:
+    """[M, V] bool: the bits of `TokenMasks.words`."""
+    if words.device.type == "cpu":
+        octets = words.contiguous().numpy().view(np.uint8)
+        bits = np.unpackbits(octets, axis=1, bitorder="little", count=vocab)
+        return torch.from_numpy(bits).view(torch.bool)
+    return shifted_bits(words, vocab)
+
+
+def shifted_bits(words: Tensor, vocab: int) -> Tensor:
+    """`allowed_tokens` in operations that every device has."""
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    bits = (words[:, :, None] >> shifts) & 1
+    return bits.flatten(1)[:, :vocab].to(torch.bool)
 
 
 def _mask_enders(x: Tensor, rows: SamplingRows, positions: Tensor) -> None:
@@ -187,21 +302,45 @@ def _mask_enders(x: Tensor, rows: SamplingRows, positions: Tensor) -> None:
         x.scatter_(1, rows.end_ids, held.masked_fill(early[:, None], -torch.inf))
 
 
-def _greedy(x: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
+def _draw_greedy(x: Tensor, asked: _Asked) -> Tensor:
     return x.argmax(1)  # the first of equal values
 
 
-def _sampled(x: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
+def _weigh_greedy(x: Tensor, asked: _Asked) -> Tensor:
+    best = x.argmax(1, keepdim=True)
+    return torch.zeros_like(x).scatter_(1, best, 1)
+
+
+def _draw_sampled(x: Tensor, asked: _Asked) -> Tensor:
     """Argmin of E / p over the whole vocabulary."""
     tokens = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
-    noise = exponential(noise_bits(row_keys(rows.seed, positions), tokens))
-    return noise.div_(_weights(x, rows)).argmin(1)
+    noise = exponential(noise_bits(row_keys(asked.rows.seed, asked.positions), tokens))
+    return noise.div_(_weights(x, asked.rows)).argmin(1)
 
 
-def _filtered(x: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
-    """Argmin of E / p over the tokens that top_k, top_p and min_p leave.
+def _weigh_sampled(x: Tensor, asked: _Asked) -> Tensor:
+    return _weights(x, asked.rows)
 
-    In the order of falling logit, then rising id, each filter keeps a prefix.
+
+def _draw_filtered(x: Tensor, asked: _Asked) -> Tensor:
+    """Argmin of E / p over the tokens that top_k, top_p and min_p leave."""
+    ids, weights = _survivors(x, asked.rows)
+    keys = row_keys(asked.rows.seed, asked.positions)
+    scores = exponential(noise_bits(keys, ids.to(torch.int32))).div_(weights)
+    beaten = scores > scores.amin(1, keepdim=True)  # false for NaN: some id is always returned
+    return ids.masked_fill(beaten, ALL_TOKENS).amin(1)  # equal scores: the lower id, as elsewhere
+
+
+def _weigh_filtered(x: Tensor, asked: _Asked) -> Tensor:
+    ids, weights = _survivors(x, asked.rows)
+    return torch.zeros_like(x).scatter_(1, ids, weights)
+
+
+def _survivors(x: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+    """[r, n] ids of the tokens that top_k, top_p and min_p leave, and their weights.
+
+    In the order of falling logit, then rising id, each filter keeps a prefix; a row that keeps
+    fewer than n has weight 0 behind its own.
     """
     ids = _falling(x)
     weights = _weights(x, rows).gather(1, ids)
@@ -209,10 +348,21 @@ def _filtered(x: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
     longest = max(1, int(counts.max()))
     ids, weights = ids[:, :longest], weights[:, :longest]
     rank = torch.arange(longest, device=x.device)
-    noise = exponential(noise_bits(row_keys(rows.seed, positions), ids.to(torch.int32)))
-    scores = noise.div_(weights.masked_fill(rank >= counts[:, None], 0))
-    beaten = scores > scores.amin(1, keepdim=True)  # false for NaN: some id is always returned
-    return ids.masked_fill(beaten, ALL_TOKENS).amin(1)  # equal scores: the lower id, as elsewhere
+    return ids, weights.masked_fill(rank >= counts[:, None], 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How rows are drawn, and how much each token weighs in that draw; both may overwrite the
+    logits."""
+
+    draw: Callable[[Tensor, _Asked], Tensor]
+    weigh: Callable[[Tensor, _Asked], Tensor]
+
+
+_GREEDY = _Rule(_draw_greedy, _weigh_greedy)
+_SAMPLED = _Rule(_draw_sampled, _weigh_sampled)
+_FILTERED = _Rule(_draw_filtered, _weigh_filtered)
 
 
 def _falling(x: Tensor) -> Tensor:
@@ -250,56 +400,3 @@ def _weights(x: Tensor, rows: SamplingRows) -> Tensor:
     """[r, V] probability relative to the most likely token, in place of the logits."""
     x.sub_(x.amax(1, keepdim=True))
     return x.div_(rows.temperature[:, None]).exp_()
-
-
-def exponential(bits: Tensor) -> Tensor:
-    """Standard exponential variates from 32 random bits k: -log1p(-(k + 1/2) 2^-32), float32.
-
-    The midpoint keeps the small values exact, and small values are the ones that win an argmin; the
-    clamp keeps the largest finite (16.6). bits: int32, read as unsigned.
-    """
-    uniform = bits.view(torch.uint32).to(torch.float32).add_(0.5).mul_(2.0**-32)
-    return uniform.clamp_(max=_LARGEST_UNIFORM).neg_().log1p_().neg_()
-
-
-def row_keys(seed: Tensor, positions: Tensor) -> Tensor:
-    """[R, 2] int32: two independent hash words of (seed, position) for each row."""
-    key = seed.to(torch.int32)[:, None] + _LANES.to(seed.device)
-    _mix(key)
-    _mix(key.add_((seed >> 32).to(torch.int32)[:, None]))
-    return _mix(key.add_(positions.to(torch.int32)[:, None]))
-
-
-def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
-    """[R, n] int32: 32 random bits of (row key, token).
-
-    The first key word offsets the token before the first round, the second enters after it, so that
-    rows whose counters happen to overlap still differ by two full rounds. For one key, distinct
-    tokens give distinct bits. tokens: [n] or [R, n] int32.
-    """
-    x = tokens + keys[:, :1]
-    return _mix(x, keys[:, 1:])
-
-
-def _mix(x: Tensor, key: Tensor | None = None) -> Tensor:
-    """Three rounds of xor-shift and multiply, in place: a bijection of words that avalanches.
-
-    Shifts and constants: the "triple32" search result of C. Wellons, hash-prospector.
-    """
-    _xor_shift(x, 17)
-    _xor_shift(x.mul_(_signed(0xED5AD4BB)), 11)
-    if key is not None:
-        x.add_(key)
-    _xor_shift(x.mul_(_signed(0xAC4C1B51)), 15)
-    return _xor_shift(x.mul_(_signed(0x31848BAB)), 14)
-
-
-def _xor_shift(x: Tensor, bits: int) -> Tensor:
-    return x.bitwise_xor_((x >> bits).bitwise_and_(_WORD >> bits))  # masked: the shift is unsigned
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >> 31 else word
-
-
-_LANES = torch.tensor([_signed(0x9E3779B9), 0x243F6A88], dtype=torch.int32)

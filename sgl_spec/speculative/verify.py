@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sgl_spec.speculative.sampling import SamplingRows, draw
+from sgl_spec.speculative.sampling import SamplingRows, TokenMasks, draw
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
 
 
@@ -19,13 +19,15 @@ def sample_and_follow(
     row_offsets: Tensor,
     rows: SamplingRows,
     committed_lens: Tensor,
+    *,
+    masks: TokenMasks | None = None,
 ) -> AcceptResult:
     """Walk every tree of the batch from its root, all requests of a level at once.
 
     logits: [T, V] float32, the target's; node j of request i is row row_offsets[i] + j.
     row_offsets, committed_lens: [B] int64. rows: the B requests' parameters. The root sits at
     absolute position committed_lens[i], so a token drawn at depth d has position
-    committed_lens[i] + d + 1.
+    committed_lens[i] + d + 1. masks: what a grammar allows at each row of `logits`.
     """
     parents = torch.where(tree.used(), tree.parents, -1)
     tokens = torch.zeros_like(tree.tokens)
@@ -35,7 +37,8 @@ def sample_and_follow(
     node = torch.zeros_like(alive)
     for depth in range(tree.width):
         positions = committed_lens[alive] + depth + 1
-        drawn = draw(logits, rows, positions, row_offsets[alive] + node)
+        index = row_offsets[alive] + node
+        drawn = draw(logits, rows, positions, index, path=tokens[alive, :depth], masks=masks)
         tokens[alive, depth] = drawn
         path[alive, depth] = node
         counts[alive] = depth + 1

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from sgl_spec.request import SamplingParams
 from sgl_spec.speculative import sampling
+from sgl_spec.speculative.noise import exponential, noise_bits, row_keys
 from sgl_spec.speculative.sampling import (
     SamplingRows,
+    TokenMasks,
+    allowed_tokens,
     build_rows,
     draw,
-    exponential,
-    noise_bits,
-    row_keys,
+    final_probs,
+    shifted_bits,
 )
 
 DRAWS = 50_000
@@ -478,3 +480,72 @@ def test_flags_say_what_a_batch_needs() -> None:
 def test_a_request_without_a_seed_is_refused() -> None:
     with pytest.raises(AssertionError, match="seed"):
         rows_of(SamplingParams())
+
+
+# --- the distribution as numbers, and grammar masks -----------------------------------------------
+
+
+@pytest.mark.parametrize("params", [*MIXED, SamplingParams(seed=0, top_k=5, top_p=0.75)])
+def test_final_probs_are_the_slow_reference(params: SamplingParams) -> None:
+    logits = torch.stack([LOGITS, LOGITS.flip(0), LOGITS * 2])
+    index = torch.tensor([2, 0, 1, 1])
+    probs = final_probs(logits, repeat(rows_of(params), 4), torch.arange(4) + 9, index)
+    for row, i in enumerate(index.tolist()):
+        if params.greedy:
+            expected = torch.zeros(8, dtype=torch.float64)
+            expected[logits[i].argmax()] = 1
+        else:
+            expected = exact(logits[i], params)
+        torch.testing.assert_close(probs[row].double(), expected, rtol=1e-5, atol=1e-7)
+        assert probs[row].equal(
+            final_probs(logits[i][None], rows_of(params), torch.tensor([9 + row]))[0]
+        )
+
+
+def words_of(*allowed: set[int], vocab: int) -> Tensor:
+    words = torch.zeros(len(allowed), (vocab + 31) // 32, dtype=torch.int64)
+    for row, tokens in enumerate(allowed):
+        for token in tokens:
+            words[row, token // 32] |= 1 << token % 32
+    return torch.where(words >> 31 > 0, words - (1 << 32), words).to(torch.int32)
+
+
+def test_allowed_tokens_are_the_set_bits_on_any_device() -> None:
+    vocab = 77
+    sets = [set(range(vocab)), set(), {0, 31, 32, 63, 64, 76}, {33, 75}]
+    words = words_of(*sets, vocab=vocab)
+    expected = torch.tensor([[t in allowed for t in range(vocab)] for allowed in sets])
+    assert allowed_tokens(words, vocab).equal(expected)
+    assert shifted_bits(words, vocab).equal(expected)
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.5}, {"min_new_tokens": 3}]
+)
+def test_masks_restrict_the_rows_they_name_before_the_filters(params: dict[str, float]) -> None:
+    vocab, logits = 40, torch.randn(3, 40, generator=torch.Generator().manual_seed(2)) * 3
+    allowed = {1, 7, 31, 32, 39}
+    masks = TokenMasks(words_of({5}, allowed, vocab=vocab), torch.tensor([-1, 1, 0]))
+    rows = repeat(rows_of(SamplingParams(seed=3, **params), eos=(7,), prompt_len=1), 600)
+    index = torch.arange(600) % 3
+    positions = torch.arange(600) % 3 + 1
+    tokens = draw(logits, rows, positions, index, masks=masks)
+    probs = final_probs(logits, rows, positions, index, masks=masks)
+    for row in range(3):
+        hidden = logits.clone()
+        kept = {0: set(range(vocab)), 1: allowed, 2: {5}}[row]
+        hidden[:, [t for t in range(vocab) if t not in kept]] = -torch.inf
+        here = index == row
+        assert tokens[here].equal(draw(hidden, rows.select(here), positions[here], index[here]))
+        assert probs[here].equal(
+            final_probs(hidden, rows.select(here), positions[here], index[here])
+        )
+        assert set(tokens[here].tolist()) <= kept
+
+
+def test_a_row_where_everything_is_masked_has_all_its_mass_on_token_0() -> None:
+    masks = TokenMasks(words_of(set(), vocab=8), torch.tensor([0]))
+    for params in ({"temperature": 0.0}, {}, {"top_k": 2}):
+        rows, position = rows_of(SamplingParams(seed=0, **params)), torch.tensor([4])
+        assert draw(LOGITS[None], rows, position, masks=masks).tolist() == [0]
+        assert final_probs(LOGITS[None], rows, position, masks=masks)[0].tolist() == [1] + [0] * 7

@@ -354,7 +354,9 @@ def test_the_statistic_rejects_noise_reused_at_the_next_depth(
     """All nodes drawn at one position: each token alone is right, pairs are not."""
     real = draw
 
-    def stuck(logits: Tensor, rows: SamplingRows, positions: Tensor, index: Tensor) -> Tensor:
+    def stuck(
+        logits: Tensor, rows: SamplingRows, positions: Tensor, index: Tensor, **_: object
+    ) -> Tensor:
         return real(logits, rows, torch.zeros_like(positions), index)
 
     monkeypatch.setattr("sgl_spec.speculative.verify.draw", stuck)

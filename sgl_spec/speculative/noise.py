@@ -1,0 +1,65 @@
+"""Counter-based noise: 32 random bits, or an exponential variate, for each (seed, position, token).
+
+All arithmetic is what a GPU kernel does as well: 32-bit wrapping integers, then fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_LARGEST_UNIFORM = 1.0 - 2.0**-24  # the largest fp32 below 1: keeps -log1p(-u) finite
+
+
+def exponential(bits: Tensor) -> Tensor:
+    """Standard exponential variates from 32 random bits k: -log1p(-(k + 1/2) 2^-32), float32.
+
+    The midpoint keeps the small values exact, and small values are the ones that win an argmin; the
+    clamp keeps the largest finite (16.6). bits: int32, read as unsigned.
+    """
+    uniform = bits.view(torch.uint32).to(torch.float32).add_(0.5).mul_(2.0**-32)
+    return uniform.clamp_(max=_LARGEST_UNIFORM).neg_().log1p_().neg_()
+
+
+def row_keys(seed: Tensor, positions: Tensor) -> Tensor:
+    """[R, 2] int32: two independent hash words of (seed, position) for each row."""
+    key = seed.to(torch.int32)[:, None] + _LANES.to(seed.device)
+    _mix(key)
+    _mix(key.add_((seed >> 32).to(torch.int32)[:, None]))
+    return _mix(key.add_(positions.to(torch.int32)[:, None]))
+
+
+def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
+    """[R, n] int32: 32 random bits of (row key, token).
+
+    The first key word offsets the token before the first round, the second enters after it, so that
+    rows whose counters happen to overlap still differ by two full rounds. For one key, distinct
+    tokens give distinct bits. tokens: [n] or [R, n] int32.
+    """
+    x = tokens + keys[:, :1]
+    return _mix(x, keys[:, 1:])
+
+
+def _mix(x: Tensor, key: Tensor | None = None) -> Tensor:
+    """Three rounds of xor-shift and multiply, in place: a bijection of words that avalanches.
+
+    Shifts and constants: the "triple32" search result of C. Wellons, hash-prospector.
+    """
+    _xor_shift(x, 17)
+    _xor_shift(x.mul_(_signed(0xED5AD4BB)), 11)
+    if key is not None:
+        x.add_(key)
+    _xor_shift(x.mul_(_signed(0xAC4C1B51)), 15)
+    return _xor_shift(x.mul_(_signed(0x31848BAB)), 14)
+
+
+def _xor_shift(x: Tensor, bits: int) -> Tensor:
+    return x.bitwise_xor_((x >> bits).bitwise_and_(_WORD >> bits))  # masked: the shift is unsigned
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
+
+
+_LANES = torch.tensor([_signed(0x9E3779B9), 0x243F6A88], dtype=torch.int32)
