@@ -1,9 +1,13 @@
-"""What a verify costs on this machine, measured at start-up, so that drafting can know its
-price."""
+"""What a verify costs on this machine, so that drafting can know its price.
+
+Measured at start-up, and kept true by the rounds themselves.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -18,9 +22,48 @@ if TYPE_CHECKING:
     from sgl_spec.models.decoder import Decoder
 
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
-PASSES = 4
+PASSES = 6
 PREFIX = 64
 SLOW_S = 0.1  # a forward that takes longer is timed once
+RECENT = 8  # rounds of about the same size whose best time counts
+REFRESH_ROUNDS = 16
+
+
+class CostMeter:
+    """The cost table, refreshed by the rounds that run.
+
+    A moment in which the machine was busy may have spoilt a measurement at start-up, and the
+    machine may change; a time that rounds show again and again replaces it.
+    """
+
+    def __init__(self, table: CostTable) -> None:
+        self.table = table
+        self._recent: list[deque[float]] = [deque(maxlen=RECENT) for _ in table.rows]
+        self._rounds = 0
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Note that a forward of `rows` rows took `seconds`."""
+        table = self.table
+        if rows > table.rows[-1]:
+            return
+        nearest = min(range(len(table.rows)), key=lambda i: abs(table.rows[i] - rows))
+        scale = table.ms[nearest] / table.cost(rows)
+        self._recent[nearest].append(seconds * 1e3 * scale)
+        self._rounds += 1
+        if self._rounds % REFRESH_ROUNDS == 0:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        times = [
+            min(recent) if len(recent) == RECENT else ms
+            for recent, ms in zip(self._recent, self.table.ms, strict=True)
+        ]
+        self.table = CostTable(self.table.rows, rising(times))
+
+
+def rising(times: Sequence[float]) -> tuple[float, ...]:
+    """More rows never cost less: what still says so is noise, and the lower time is taken."""
+    return tuple(accumulate(reversed(times), min))[::-1]
 
 
 @torch.inference_mode()
@@ -28,9 +71,8 @@ def measure_costs(model: Decoder, kv: KVCache, max_rows: int) -> CostTable:
     """Forward time (ms, logits included) by rows.
 
     Every count is timed in several passes, so that a moment in which the machine was busy cannot
-    spoil one count, and the best counts. More rows never cost less: what still says so is noise,
-    and the lower time is taken. It writes into the pool's first slots, so it must run before
-    anything is served. Counts beyond the last measured one are extrapolated by the table.
+    spoil one count, and the best counts. It writes into the pool's first slots, so it must run
+    before anything is served. Counts beyond the last measured one are extrapolated by the table.
     """
     counts = [n for n in ROW_COUNTS if n <= max(max_rows, 2)]
     batches = [_dummy_batch(n, kv.k.shape[1]) for n in counts]
@@ -39,8 +81,7 @@ def measure_costs(model: Decoder, kv: KVCache, max_rows: int) -> CostTable:
         for i, batch in enumerate(batches):
             if number == 0 or best[i] < SLOW_S:
                 best[i] = min(best[i], _time_forward(model, kv, batch))
-    rising = list(accumulate(reversed(best), min))[::-1]
-    return CostTable(tuple(counts), tuple(seconds * 1e3 for seconds in rising))
+    return CostTable(tuple(counts), rising([seconds * 1e3 for seconds in best]))
 
 
 def _time_forward(model: Decoder, kv: KVCache, batch: ForwardBatch) -> float:

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from sgl_spec.args import ResolvedArgs, ServerArgs
-from sgl_spec.engine.calibrate import measure_costs
+from sgl_spec.engine.calibrate import CostMeter, measure_costs
 from sgl_spec.engine.kv_pool import ceil_page, floor_page
 from sgl_spec.engine.metrics import EngineCounters, RoundLog, Throughput
 from sgl_spec.engine.policy import tree_reserve
@@ -89,8 +89,10 @@ class Engine:
         self.drafter = _make_drafter(args, rows, width, config.vocab_size)
         costs = None
         if self.drafter is not None:
-            costs = measure_costs(self.model, kv, max_rows=rows * args.tree_nodes)
-            logger.info("Forward cost by tree rows: %s", costs)
+            table = measure_costs(self.model, kv, max_rows=rows * args.tree_nodes)
+            costs = CostMeter(table)
+            shown = zip(table.rows, table.ms, strict=True)
+            logger.info("Verify cost, rows: ms: %s", ", ".join(f"{n}: {t:.1f}" for n, t in shown))
         worker = Worker(
             self.model,
             kv,

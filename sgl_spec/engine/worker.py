@@ -6,6 +6,7 @@ sampling parameters, slots), so a batch is little more than a list of rows.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,16 +26,17 @@ from sgl_spec.engine.batch import (
 )
 from sgl_spec.engine.kv_pool import SlotTable, compact_slots
 from sgl_spec.engine.req import Req
-from sgl_spec.layers.context import KVCache
+from sgl_spec.layers.context import ForwardBatch, KVCache
 from sgl_spec.request import SamplingParams
 from sgl_spec.speculative.base import DraftBatch, Drafter
-from sgl_spec.speculative.prune import CostTable, keep_nodes, prune
+from sgl_spec.speculative.prune import keep_nodes, prune
 from sgl_spec.speculative.sampling import SamplingRows, build_rows
-from sgl_spec.speculative.tree import AcceptResult, TokenTree, root_only
+from sgl_spec.speculative.tree import AcceptResult, TokenTree, narrow, root_only
 from sgl_spec.speculative.verify import sample_and_follow
 from sgl_spec_kernels.kv_move import move_kv_rows
 
 if TYPE_CHECKING:
+    from sgl_spec.engine.calibrate import CostMeter
     from sgl_spec.models.decoder import Decoder
 
 
@@ -53,7 +55,7 @@ class Worker:
         *,
         page_size: int,
         drafter: Drafter | None = None,
-        costs: CostTable | None = None,
+        costs: CostMeter | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -156,7 +158,7 @@ class Worker:
         draft = DraftBatch(batch.rows, batch.committed + 1, batch.max_nodes, self.tokens)
         tree = self._plan_tree(draft, batch.remaining)
         forward = tree_forward(tree, rows, committed, self.table.device)
-        logits = self.model.logits(self.model.forward(forward, self.kv))
+        logits = self._verify(forward)
         sampling = self._sampling_rows(batch.rows)
         offsets = forward.q_starts[:-1]
         accepted = sample_and_follow(tree, logits, offsets, sampling, committed)
@@ -169,9 +171,19 @@ class Worker:
             roots = draft.tokens[draft.rows, draft.lengths - 1].astype(np.int64)
             return root_only(torch.from_numpy(roots))
         tree = self.drafter.propose(draft)
-        useful = tree.depths() < torch.from_numpy(remaining)[:, None]
-        tree = keep_nodes(tree, useful & tree.used())
-        return tree if self.costs is None else prune(tree, self.costs)
+        if int(tree.num_nodes.max()) > 1:
+            useful = tree.depths() < torch.from_numpy(remaining)[:, None]
+            tree = keep_nodes(tree, useful & tree.used())
+            tree = tree if self.costs is None else prune(tree, self.costs.table)
+        return narrow(tree)
+
+    def _verify(self, forward: ForwardBatch) -> Tensor:
+        """The target's logits of a tree batch, [T, V]; its time keeps the cost table true."""
+        start = time.perf_counter()
+        logits = self.model.logits(self.model.forward(forward, self.kv))
+        if self.costs is not None:
+            self.costs.add(len(forward.tokens), time.perf_counter() - start)
+        return logits
 
     def _keep_path(
         self, rows: Tensor, committed: Tensor, width: int, accepted: AcceptResult

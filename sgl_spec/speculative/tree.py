@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 MAX_TREE_NODES = 64  # an ancestor set is one int64 word per node
+
+
+@dataclass(frozen=True, slots=True)
+class DraftProbs:
+    """The distributions q that the children of a sampled tree's nodes were drawn from.
+
+    probs: [Q, W] float32, each row sums to 1. row_of: [B, N] int64, the row of a node's children;
+    -1 where a node has none. ids: [W] int64, the token of each column, for a drafter that knows
+    part of the vocabulary (tokens outside have q = 0); None where columns are the vocabulary.
+    """
+
+    probs: Tensor
+    row_of: Tensor
+    ids: Tensor | None = None
+
+    def rows(self, request: Tensor, node: Tensor, vocab_size: int) -> Tensor:
+        """[R, V] float32: q of the children of node[r] in tree request[r]; a copy."""
+        probs = self.probs.index_select(0, self.row_of[request, node])
+        if self.ids is None:
+            return probs
+        wide = probs.new_zeros(probs.shape[0], vocab_size)
+        return wide.index_copy_(1, self.ids, probs)
+
+    def take(self, order: Tensor) -> DraftProbs:
+        """Nodes in another order: node i of the result is node order[:, i] (order: [B, N])."""
+        return replace(self, row_of=self.row_of.gather(1, order))
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +45,15 @@ class TokenTree:
     num_nodes on mean nothing and are never verified. Node 0 is the root: the request's last token,
     whose KV is not yet written. Siblings hold distinct tokens. scores: [B, N] float32 or None, the
     drafter's estimate of the probability that the node is accepted (1 at the root, a child at most
-    its parent's); the engine prunes by it.
+    its parent's); the engine prunes by it. draft: what the tokens were drawn from, where a drafter
+    samples them; siblings then stand in the order in which they were drawn.
     """
 
     tokens: Tensor
     parents: Tensor
     num_nodes: Tensor
     scores: Tensor | None = None
+    draft: DraftProbs | None = None
 
     @property
     def batch(self) -> int:
@@ -130,6 +158,15 @@ def root_only(roots: Tensor) -> TokenTree:
         num_nodes=torch.ones_like(roots),
         scores=torch.ones(roots.shape[0], 1, device=roots.device),
     )
+
+
+def narrow(tree: TokenTree) -> TokenTree:
+    """The same trees without the columns that none of them uses."""
+    width = int(tree.num_nodes.max())
+    if width == tree.width:
+        return tree
+    scores = None if tree.scores is None else tree.scores[:, :width]
+    return TokenTree(tree.tokens[:, :width], tree.parents[:, :width], tree.num_nodes, scores)
 
 
 @dataclass(frozen=True, slots=True)
