@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import httpx
 from serving import Server
 
 Prompt = str | Sequence[int]
@@ -95,6 +97,16 @@ def speculated(replies: Iterable[Reply]) -> bool:
     rounds = sum(meta.get("spec_verify_ct", 0) for meta in metas)
     emitted = sum(meta["completion_tokens"] - 1 for meta in metas)
     return rounds > 0 and emitted >= 1.5 * rounds
+
+
+def send(server: Server, request: dict[str, Any]) -> socket.socket:
+    """A connection on which a /generate request was just sent; closing it is hanging up."""
+    data = json.dumps(request).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    url = httpx.URL(server.url)
+    connection = socket.create_connection((url.host, url.port), timeout=60)
+    connection.sendall(head.encode() + data)
+    return connection
 
 
 def together(calls: Sequence[Callable[[], T]], clients: int = 16) -> list[T]:

@@ -11,6 +11,7 @@ default checkpoint to all of this.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,13 @@ def write_tokenizer(directory: Path, vocab: int) -> None:
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2))
     (directory / "generation_config.json").write_text(json.dumps(generation_config, indent=2))
+
+
+def end_on(directory: Path, ids: Sequence[int]) -> Path:
+    """Let `ids` end the text of the checkpoint in `directory`, which is returned."""
+    file = directory / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": list(ids)}))
+    return directory
 
 
 # Gain of each weight on a unit-variance input, by name part; 1 where nothing is said. o_proj sets

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafting import DRAFTERS, drafter_flags, drafter_options
 from reference import Reference
 from serving import Launch, Server
 from talk import Reply, accepted, drained, flush, generate, speculated, together
@@ -20,21 +20,9 @@ from sgl_spec import LLM, Completion, SamplingParams
 from sgl_spec.speculative.prune import CostTable
 from sgl_spec.speculative.sampling import build_rows, draw
 
-PLUGINS = str(Path(__file__).parents[1] / "plugin_drafters.py")
-DRAFTERS = ["none", "NGRAM", "SELF", "JUNK"]
 NEW = 24
 
 Make = Callable[..., LLM]
-
-
-def drafter_flags(name: str, model: Path) -> dict[str, Any]:
-    """Options that select a drafter."""
-    flags: dict[str, Any] = {"speculative_algorithm": name}
-    if name in ("SELF", "JUNK"):
-        flags["speculative_drafter_module"] = PLUGINS
-    if name == "SELF":
-        flags["speculative_draft_model_path"] = str(model)
-    return flags
 
 
 @pytest.fixture
@@ -46,7 +34,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path) -> Make:
 
     def build(drafter: str, **flags: Any) -> LLM:
         sizes = {"max_total_tokens": 8192, "max_running_requests": 16}
-        llm = LLM(str(tiny_model_dir), **(sizes | drafter_flags(drafter, tiny_model_dir) | flags))
+        llm = LLM(str(tiny_model_dir), **(sizes | drafter_options(drafter, tiny_model_dir) | flags))
         scheduler = llm.engine.scheduler
         scheduler.limits = dataclasses.replace(scheduler.limits, check_every_step=True)
         return llm
@@ -236,9 +224,7 @@ def test_one_seed_one_text(
     launch_shared: Launch, tiny_model_dir: Path, texts: list[list[int]], algorithm: str
 ) -> None:
     """With speculation and without, alone and 16 at once, from a pool too small for all."""
-    options = drafter_flags(algorithm, tiny_model_dir)
-    flags = [(f"--{name.replace('_', '-')}", value) for name, value in options.items()]
-    server = launch_shared(*itertools.chain.from_iterable(flags), *POOL)
+    server = launch_shared(*drafter_flags(algorithm, tiny_model_dir), *POOL)
     alone = ask_all(server, 1)
     crowded = ask_all(server, 16)
     assert [reply["output_ids"] for reply in alone] == texts
