@@ -10,14 +10,24 @@ import msgspec
 from sgl_spec.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 32
+MAX_BIAS = 100.0
 SEED_BITS = 63
+
+
+class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How much may be drafted for one request: at most `max_draft_tokens` tokens a round (the
+    tree's root is none of them). It never changes the text."""
+
+    max_draft_tokens: int
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is chosen and when the request ends.
 
-    `temperature` 0 is greedy. `top_k` -1 keeps every token. `seed` None means: draw a random one
-    and report it. Ranges are checked by `check`.
+    `temperature` 0 is greedy. `top_k` -1 keeps every token. Penalties count as
+    `speculative.penalties` tells; `logit_bias` maps token ids to biases. `seed` None means: draw a
+    random one and report it. `speculation` None drafts as much as the server does, False nothing.
+    Ranges are checked by `check`.
     """
 
     max_new_tokens: int = 128
@@ -26,6 +36,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -33,16 +47,40 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
     seed: int | None = None
+    speculation: bool | Speculation | None = None
 
     @property
     def greedy(self) -> bool:
         """Whether every draw is an argmax."""
         return self.temperature == 0.0
 
+    @property
+    def penalised(self) -> bool:
+        """Whether logits depend on what the text holds."""
+        penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty - 1)
+        return any(penalties)
+
+    def max_nodes(self, most: int) -> int:
+        """Most nodes of the request's trees, root included, where the server allows `most`."""
+        if isinstance(self.speculation, Speculation):
+            return min(most, 1 + self.speculation.max_draft_tokens)
+        return 1 if self.speculation is False else most
+
     def check(self, vocab_size: int) -> None:
         """Raise `InvalidRequestError` naming the first field out of range."""
         _at_least("max_new_tokens", self.max_new_tokens, 0)
         _between("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
+        self._check_filters()
+        self._check_penalties(vocab_size)
+        self._check_stops(vocab_size)
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            _refuse("seed", self.seed, "a 64-bit signed integer")
+        if self.speculation is True:
+            _refuse("speculation", True, 'false or {"max_draft_tokens": k}')
+        if isinstance(self.speculation, Speculation):
+            _at_least("speculation.max_draft_tokens", self.speculation.max_draft_tokens, 0)
+
+    def _check_filters(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             _refuse("temperature", self.temperature, "a finite number >= 0")
         if not 0 < self.top_p <= 1:
@@ -51,13 +89,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _refuse("top_k", self.top_k, "-1 (all tokens) or an integer >= 1")
         if not 0 <= self.min_p <= 1:
             _refuse("min_p", self.min_p, "a number in [0, 1]")
+
+    def _check_penalties(self, vocab_size: int) -> None:
+        for field in ("frequency_penalty", "presence_penalty"):
+            if not -2 <= getattr(self, field) <= 2:
+                _refuse(field, getattr(self, field), "a number in [-2, 2]")
+        if not 0 < self.repetition_penalty <= 2:
+            _refuse("repetition_penalty", self.repetition_penalty, "a number in (0, 2]")
+        for token, bias in self.logit_bias.items():
+            if not 0 <= token < vocab_size:
+                _refuse("logit_bias", token, f"a map from token ids, 0 to {vocab_size - 1}")
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                _refuse("logit_bias", bias, f"a map to numbers in [{-MAX_BIAS:g}, {MAX_BIAS:g}]")
+
+    def _check_stops(self, vocab_size: int) -> None:
         if len(self.stop) > MAX_STOP_STRINGS or "" in self.stop:
             _refuse("stop", list(self.stop), f"at most {MAX_STOP_STRINGS} non-empty strings")
         for token in self.stop_token_ids:
             if not 0 <= token < vocab_size:
                 _refuse("stop_token_ids", token, f"ids from 0 to {vocab_size - 1}")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            _refuse("seed", self.seed, "a 64-bit signed integer")
 
 
 def _refuse(field: str, value: object, allowed: str) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from sgl_spec.layers.context import ForwardBatch, KVCache
 from sgl_spec.request import SamplingParams
 from sgl_spec.speculative.base import DraftBatch
+from sgl_spec.speculative.penalties import TokenCounts
 from sgl_spec.speculative.sampling import build_rows, draw
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
 
@@ -87,11 +88,15 @@ class SumModel:
 
     def reference(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
         """Plain step-by-step decoding, one token at a time; stops as the engine should."""
-        rows = build_rows([params], [len(prompt)], [EOS])
+        counts = TokenCounts(1, VOCAB)
+        counts.start(0, prompt, [])
+        rows = build_rows([params], [len(prompt)], [EOS], counts=counts)
         stop = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
         ids = list(prompt)
         while len(ids) - len(prompt) < params.max_new_tokens:
-            token = int(draw(self.next_logits(ids), rows, torch.tensor([len(ids)])))
+            drawn = draw(self.next_logits(ids), rows, torch.tensor([len(ids)]))
+            counts.add(torch.tensor([0]), drawn)
+            token = int(drawn)
             ids.append(token)
             if token in stop and len(ids) - len(prompt) >= params.min_new_tokens:
                 break

@@ -201,7 +201,7 @@ class Scheduler:
         return reqs, DecodeBatch(
             rows=_ints(r.held.row for r in reqs),
             committed=_ints(r.held.committed_len for r in reqs),
-            max_nodes=_ints(self.limits.draft_tokens for _ in reqs),
+            max_nodes=_ints(r.sampling.max_nodes(self.limits.draft_tokens) for r in reqs),
             remaining=_ints(r.remaining for r in reqs),
         )
 

@@ -29,6 +29,7 @@ from sgl_spec.engine.req import Req
 from sgl_spec.layers.context import ForwardBatch, KVCache
 from sgl_spec.request import SamplingParams
 from sgl_spec.speculative.base import DraftBatch, Drafter
+from sgl_spec.speculative.penalties import TokenCounts
 from sgl_spec.speculative.prune import keep_nodes, prune
 from sgl_spec.speculative.sampling import SamplingRows, build_rows
 from sgl_spec.speculative.tree import AcceptResult, TokenTree, narrow, root_only
@@ -67,6 +68,8 @@ class Worker:
         self.tokens: npt.NDArray[np.int32] = np.zeros(table.host.shape, dtype=np.int32)
         self._params: dict[int, tuple[SamplingParams, int]] = {}
         self._sampling: tuple[bytes, SamplingRows] | None = None
+        self._counts: TokenCounts | None = None  # made when a request with penalties comes
+        self._counted: npt.NDArray[np.bool_] = np.zeros(len(self.tokens), dtype=np.bool_)
         self._drafting: set[int] = set()
         self._round: tuple[DraftBatch, TokenTree, AcceptResult] | None = None
 
@@ -78,6 +81,15 @@ class Worker:
         self.tokens[row, : len(req.ids)] = req.ids
         self._params[row] = (req.sampling, req.prompt_len)
         self._sampling = None
+        self._start_counts(req)
+
+    def _start_counts(self, req: Req) -> None:
+        row, penalised = req.held.row, req.sampling.penalised
+        self._counted[row] = penalised
+        if penalised:
+            if self._counts is None:
+                self._counts = TokenCounts(len(self.tokens), self.model.config.vocab_size)
+            self._counts.start(row, req.ids[: req.prompt_len], req.ids[req.prompt_len :])
 
     def begin(self, req: Req) -> None:
         """The request's prompt is in the KV cache and its next token is drawn: it may be drafted
@@ -142,14 +154,30 @@ class Worker:
         offsets = torch.arange(len(rows))
         sampling = self._sampling_rows(rows)
         accepted = sample_and_follow(root_only(roots), logits, offsets, sampling, lengths - 1)
+        self._count(torch.from_numpy(rows), accepted)
         return accepted.tokens[:, 0]
+
+    def _count(self, rows: Tensor, accepted: AcceptResult) -> None:
+        """Add new tokens to the counts of the requests that have penalties."""
+        counted = torch.from_numpy(self._counted)[rows]
+        if self._counts is None or not bool(counted.any()):
+            return
+        new = torch.arange(accepted.tokens.shape[1]) < accepted.counts[:, None]
+        new &= counted[:, None]
+        self._counts.add(rows[:, None].expand_as(new)[new], accepted.tokens[new])
 
     def _sampling_rows(self, rows: IntArray) -> SamplingRows:
         """Parameters of a batch, built again only when its membership changes."""
         key = rows.tobytes()
         if self._sampling is None or self._sampling[0] != key:
             params = [self._params[row] for row in rows.tolist()]
-            built = build_rows([p for p, _ in params], [n for _, n in params], self.eos_ids)
+            built = build_rows(
+                [p for p, _ in params],
+                [n for _, n in params],
+                self.eos_ids,
+                counts=self._counts,
+                request_rows=rows.tolist(),
+            )
             self._sampling = (key, built)
         return self._sampling[1]
 
@@ -162,6 +190,7 @@ class Worker:
         sampling = self._sampling_rows(batch.rows)
         offsets = forward.q_starts[:-1]
         accepted = sample_and_follow(tree, logits, offsets, sampling, committed)
+        self._count(rows, accepted)
         self._keep_path(rows, committed, tree.width, accepted)
         self._round = (draft, tree, accepted)
         return self._output(draft, tree, accepted)
@@ -173,6 +202,8 @@ class Worker:
         tree = self.drafter.propose(draft)
         if int(tree.num_nodes.max()) > 1:
             useful = tree.depths() < torch.from_numpy(remaining)[:, None]
+            # Parents come first, so a tree may be cut anywhere; a drafter may forget its bound.
+            useful &= torch.arange(tree.width) < torch.from_numpy(draft.max_nodes)[:, None]
             tree = keep_nodes(tree, useful & tree.used())
             tree = tree if self.costs is None else prune(tree, self.costs.table)
         return narrow(tree)

@@ -11,7 +11,7 @@ masses for top_p (integer sums do not depend on their order), fp32 for the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -19,111 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgl_spec.request import SamplingParams
 from sgl_spec.speculative.noise import exponential, noise_bits, row_keys
+from sgl_spec.speculative.penalties import add_bias, hold_extremes, penalise
+from sgl_spec.speculative.rows import ALL_TOKENS
+from sgl_spec.speculative.rows import SamplingRows as SamplingRows
+from sgl_spec.speculative.rows import build_rows as build_rows
 
-ALL_TOKENS = 1 << 31  # top_k that keeps every token
 _BLOCK_ELEMENTS = 1 << 16  # a block of rows on the CPU: its temporaries stay in the cache
 _MASS_BITS = 40  # top_p counts probability in units of 2^-40 of the most likely token
 _WORD = 0xFFFFFFFF
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """Sampling parameters of R rows, on the device of the logits.
-
-    temperature: [R] float32, 0 is greedy. top_k: [R] int64, `ALL_TOKENS` keeps all.
-    top_p: [R] float64, 1 keeps all. min_p: [R] float32, 0 keeps all. seed: [R] int64.
-    end_from: [R] int64, the first absolute position where a token may end the request.
-    end_ids: [R, K] int64, tokens masked before that position; a row with fewer than K repeats one
-    of its ids, a row with none holds 0 and an `end_from` of 0.
-
-    The flags are known on the host, so that a batch skips work without reading the device. False
-    means that no row needs the work; True that some row may.
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    end_from: Tensor
-    end_ids: Tensor
-    any_greedy: bool
-    any_sampled: bool
-    any_filtered: bool
-    any_minimum: bool
-
-    @property
-    def count(self) -> int:
-        """Number of rows (R)."""
-        return self.seed.shape[0]
-
-    def select(self, index: Tensor | slice) -> SamplingRows:
-        """Rows at `index` (ids, a bool mask or a slice)."""
-        return replace(
-            self,
-            temperature=self.temperature[index],
-            top_k=self.top_k[index],
-            top_p=self.top_p[index],
-            min_p=self.min_p[index],
-            seed=self.seed[index],
-            end_from=self.end_from[index],
-            end_ids=self.end_ids[index],
-        )
-
-
-def build_rows(
-    params: Sequence[SamplingParams],
-    prompt_lens: Sequence[int],
-    eos_ids: Sequence[int],
-    device: torch.device | str = "cpu",
-) -> SamplingRows:
-    """Rows of running requests; every seed must be set.
-
-    A request that gives a minimum length cannot draw `eos_ids` (unless it ignores them) or its stop
-    token ids as any of its first `min_new_tokens` tokens. prompt_lens: tokens of the prompt as
-    first submitted, also after a retraction.
-    """
-    seeds = [p.seed for p in params if p.seed is not None]
-    assert len(seeds) == len(params), (
-        "a request without a seed gets one before it reaches the engine"
-    )
-    enders = [_enders(p, eos_ids) for p in params]
-    width = max(map(len, enders), default=0)
-    minimum = [
-        n + p.min_new_tokens if e else 0
-        for p, n, e in zip(params, prompt_lens, enders, strict=True)
-    ]
-    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32)
-    greedy = temperature == 0  # after rounding to float32, as the draw sees it
-
-    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    return SamplingRows(
-        temperature=temperature.to(device),
-        top_k=column([p.top_k if p.top_k > 0 else ALL_TOKENS for p in params], torch.int64),
-        top_p=column([p.top_p for p in params], torch.float64),
-        min_p=column([p.min_p for p in params], torch.float32),
-        seed=column(seeds, torch.int64),
-        end_from=column(minimum, torch.int64),
-        end_ids=torch.tensor(
-            [e + (e or [0])[:1] * (width - len(e)) for e in enders],
-            dtype=torch.int64,
-            device=device,
-        ).view(len(params), width),
-        any_greedy=bool(greedy.any()),
-        any_sampled=not bool(greedy.all()),
-        any_filtered=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
-        any_minimum=any(map(bool, enders)),
-    )
-
-
-def _enders(params: SamplingParams, eos_ids: Sequence[int]) -> list[int]:
-    if params.min_new_tokens == 0:
-        return []
-    return [*(() if params.ignore_eos else eos_ids), *params.stop_token_ids]
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +153,7 @@ def _blocks(
         for part in torch.split(members, step):
             block = asked.select(part)
             x = logits.index_select(0, block.index)
-            _mask_tokens(x, block)
-            _mask_enders(x, block.rows, block.positions)
+            _adjust(x, block)
             yield part, rule, x, block
 
 
@@ -265,6 +168,19 @@ def _groups(rows: SamplingRows, vocab: int) -> list[tuple[Tensor, _Rule]]:
     filtered = (rows.top_k < vocab) | (rows.top_p < 1) | (rows.min_p > 0)
     groups = ((greedy, _GREEDY), (~greedy & ~filtered, _SAMPLED), (~greedy & filtered, _FILTERED))
     return [(everyone[mask], rule) for mask, rule in groups if bool(mask.any())]
+
+
+def _adjust(x: Tensor, asked: _Asked) -> None:
+    """What comes before temperature, in place."""
+    rows = asked.rows
+    if rows.penalties is not None:
+        penalise(x, rows.penalties, asked.path)
+    if rows.bias is not None:
+        add_bias(x, rows.bias)
+    _mask_tokens(x, asked)
+    _mask_enders(x, rows, asked.positions)
+    if rows.bias is not None:
+        hold_extremes(x, rows.bias)
 
 
 def _mask_tokens(x: Tensor, asked: _Asked) -> None:
