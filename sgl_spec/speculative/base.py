@@ -1,5 +1,12 @@
 """The drafter protocol. A drafter proposes trees; the target's draw never depends on them, so a
-drafter can make a request faster or slower but never change its text."""
+drafter can make a request faster or slower but never change its text.
+
+With --speculative-use-rejection-sampling the drafts are sampled instead, and judged against what
+they were sampled from. A drafter that can do that says so with a class attribute `samples = True`,
+finds the shape of its trees in `DrafterContext.topology`, and draws them with
+`propose.SampledTrees`. The text then has the target's distribution, but its tokens depend on the
+drafts.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +17,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sgl_spec.speculative.sampling import SamplingRows
+from sgl_spec.speculative.topology import Topology
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
 
 IntArray = npt.NDArray[np.int64]
@@ -25,12 +34,15 @@ class DraftBatch:
     with 1
         must get a root-only tree.
     tokens: [num_rows, width] int32; tokens[rows[i], :lengths[i]] is the request's text.
+    sampling: the B requests' parameters, whose temperature and seed a drafter that samples needs;
+        the engine always gives them.
     """
 
     rows: IntArray
     lengths: IntArray
     max_nodes: IntArray
     tokens: npt.NDArray[np.int32]
+    sampling: SamplingRows | None = None
 
 
 class Drafter(Protocol):
@@ -68,7 +80,9 @@ class DrafterContext:
     """What a drafter is built from.
 
     num_rows: request rows; width: tokens a row can hold; draft_tokens: most nodes of a tree, root
-    included; vocab_size: the target's; options: the drafter's own flags by name.
+    included; vocab_size: the target's; options: the drafter's own flags by name; topology: where
+    drafts are to be sampled, the shape of the trees, of which a request takes the first `max_nodes`
+    nodes; None where the drafter chooses.
     """
 
     num_rows: int
@@ -76,6 +90,7 @@ class DrafterContext:
     draft_tokens: int
     vocab_size: int
     options: dict[str, object]
+    topology: Topology | None = None
 
 
 _REGISTRY: dict[str, Callable[[DrafterContext], Drafter]] = {}
@@ -90,6 +105,11 @@ def register_drafter(name: str, factory: Callable[[DrafterContext], Drafter]) ->
 def registered_drafters() -> list[str]:
     """Names that `build_drafter` knows, sorted."""
     return sorted(_REGISTRY)
+
+
+def can_sample(drafter: Drafter) -> bool:
+    """Whether a drafter draws its tokens from a distribution that it hands over."""
+    return bool(getattr(drafter, "samples", False))
 
 
 def build_drafter(name: str, context: DrafterContext) -> Drafter:

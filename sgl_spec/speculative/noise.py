@@ -1,9 +1,14 @@
 """Counter-based noise: 32 random bits, or an exponential variate, for each (seed, position, token).
 
+Rules that sample the drafts as well need more than one number there: each `Stream` is a source of
+its own.
+
 All arithmetic is what a GPU kernel does as well: 32-bit wrapping integers, then fp32.
 """
 
 from __future__ import annotations
+
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -28,6 +33,32 @@ def row_keys(seed: Tensor, positions: Tensor) -> Tensor:
     _mix(key)
     _mix(key.add_((seed >> 32).to(torch.int32)[:, None]))
     return _mix(key.add_(positions.to(torch.int32)[:, None]))
+
+
+class Stream(IntEnum):
+    """What noise is for, where it is not the target's own draw (`row_keys`)."""
+
+    PROPOSAL = 1
+    ACCEPTANCE = 2
+    RESIDUAL = 3
+
+
+def stream_keys(seed: Tensor, positions: Tensor, stream: Stream, depth: int | Tensor) -> Tensor:
+    """[R, 2] int32: `row_keys` for one stream, in a round that reaches `positions` at `depth` (one
+    for all, or [R]) below its root.
+
+    The depth keeps rounds apart. A rule that looks ahead lets drafts at later positions decide
+    about an earlier one; a next round that drew its drafts there from the same noise would depend
+    on what the last one rejected.
+    """
+    depth = depth[:, None].to(torch.int32) if isinstance(depth, Tensor) else depth
+    return _mix(row_keys(seed, positions).add_(depth * len(Stream) + int(stream)))
+
+
+def uniform(bits: Tensor) -> Tensor:
+    """Numbers inside (0, 1) from 32 random bits k: (k + 1/2) 2^-32, float64, never rounded to an
+    end."""
+    return (bits.to(torch.int64) & _WORD).to(torch.float64).add_(0.5).mul_(2.0**-32)
 
 
 def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:

@@ -98,4 +98,5 @@ def keep_nodes(tree: TokenTree, mask: Tensor) -> TokenTree:
         parents=parents,
         num_nodes=mask.sum(1),
         scores=None if tree.scores is None else tree.scores.gather(1, order),
+        draft=None if tree.draft is None else tree.draft.take(order),
     )
