@@ -165,6 +165,6 @@ def _as_params(params: Params) -> SamplingParams:
                 f"sampling: {name!r} is not one of {', '.join(allowed)}.", param="sampling"
             )
     try:
-        return msgspec.convert(dict(params or {}), SamplingParams, strict=True)
+        return msgspec.convert(dict(params or {}), SamplingParams, strict=True, str_keys=True)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"sampling: {error}", param="sampling") from error

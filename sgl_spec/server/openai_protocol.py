@@ -45,9 +45,9 @@ _SHARED: Table = OPENAI | {
     "return_hidden_states": Refuse((False,)),
     "return_routed_experts": Refuse((False,)),
     "return_cached_tokens_details": Refuse((False,)),
-    "return_spec_tokens_details": Refuse((False,)),
+    "return_spec_tokens_details": Use(BOOLEAN, False),
     "return_token_ids": Refuse((False,)),
-    "return_meta_info": Refuse((False,)),
+    "return_meta_info": Use(BOOLEAN, False),
     # Accounting, routing and order of service; never the text.
     "user": Ignore(),
     "metadata": Ignore(),
@@ -125,7 +125,8 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 class OpenAICall(msgspec.Struct, frozen=True, kw_only=True):
     """A checked body of either OpenAI route.
 
-    echo: prompts to repeat in front of each completion's text; None without echo.
+    echo: prompts to repeat in front of each completion's text; None without echo. meta_info,
+    spec_details: what finished choices tell besides, see `OpenAIReplies`.
     """
 
     asked: list[Asked]
@@ -134,6 +135,8 @@ class OpenAICall(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool
     continuous_usage: bool
     echo: list[str] | None = None
+    meta_info: bool = False
+    spec_details: bool = False
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,6 +221,8 @@ def _call(fields: dict[str, Any], asked: list[Asked], echo: list[str] | None) ->
         include_usage=options["include_usage"],
         continuous_usage=options["continuous_usage_stats"],
         echo=echo,
+        meta_info=fields["return_meta_info"],
+        spec_details=fields["return_spec_tokens_details"],
     )
 
 

@@ -16,29 +16,42 @@ class OpenAIReplies(abc.ABC):
     """What both routes share: the envelope, usage, and the order of a stream's events.
 
     model: the name shown. cache_report: whether usage tells cached prompt tokens
-    (--enable-cache-report). Beyond OpenAI's fields, a finished choice tells `matched_stop` (the
-    stop string or token id) and `seed` (which repeats this very choice when sent with n = 1).
+    (--enable-cache-report). speculating: whether finished requests report spec_* keys. Beyond
+    OpenAI's fields, a finished choice tells `matched_stop` (the stop string or token id) and `seed`
+    (which repeats this very choice when sent with n = 1); asked for by `return_meta_info`, it has
+    the `meta_info` of /generate. With `return_spec_tokens_details`, `sglext` of the reply, or of
+    a choice's last event, holds the spec_* keys: one object, or a list of one per choice.
     """
 
     kind: str
     chunk_kind: str
 
-    def __init__(self, call: OpenAICall, made: Made, model: str, *, cache_report: bool) -> None:
+    def __init__(
+        self,
+        call: OpenAICall,
+        made: Made,
+        model: str,
+        *,
+        cache_report: bool,
+        speculating: bool,
+    ) -> None:
         self._call = call
         self._prompt_of = made.prompt_of
         self._id = made.group or made.requests[0].rid
         self._model = model
         self._cache_report = cache_report
+        self._speculating = speculating
         self._created = int(time.time())
         self._begun: set[int] = set()
 
     def whole(self, outputs: Sequence[Output]) -> Any:
         """The body of a reply that is no stream."""
         choices = [
-            {"index": index, **self.content(output, index), **_ending(output)}
+            {"index": index, **self.content(output, index), **self._ending(output)}
             for index, output in enumerate(outputs)
         ]
-        return self._envelope(self.kind, choices) | {"usage": self._usage(outputs)}
+        usage = {"usage": self._usage(outputs)}
+        return self._envelope(self.kind, choices) | usage | self._extension(outputs)
 
     def events(self, output: Output, index: int, new: str, ids: list[int]) -> Iterable[Any]:
         """The events of one update."""
@@ -48,9 +61,12 @@ class OpenAIReplies(abc.ABC):
             parts.append(self.delta(new))
         choices = [{"index": index, **part, **_OPEN} for part in parts]
         if output.finish is not None:
-            choices.append({"index": index, **self.closing(), **_ending(output)})
+            choices.append({"index": index, **self.closing(), **self._ending(output)})
         counted = [output] if self._call.continuous_usage else None
-        return [self._event([choice], counted) for choice in choices]
+        events = [self._event([choice], counted) for choice in choices]
+        if output.finish is not None:
+            events[-1] |= self._extension([output])
+        return events
 
     def last(self, outputs: Sequence[Output]) -> Iterable[Any]:
         """The usage event, when asked for."""
@@ -107,18 +123,27 @@ class OpenAIReplies(abc.ABC):
             "prompt_tokens_details": {"cached_tokens": cached} if self._cache_report else None,
         }
 
+    def _ending(self, output: Output) -> dict[str, Any]:
+        assert output.finish is not None
+        ending: dict[str, Any] = {
+            "logprobs": None,
+            "finish_reason": output.finish.kind,
+            "matched_stop": output.finish.matched,
+            "seed": output.request.sampling.seed,
+        }
+        if self._call.meta_info:
+            ending["meta_info"] = output.meta_info(speculating=self._speculating)
+        return ending
+
+    def _extension(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        if not self._call.spec_details:
+            return {}
+        details = [output.spec_details() if self._speculating else None for output in outputs]
+        one_or_all = details[0] if len(details) == 1 else details
+        return {"sglext": {"spec_tokens_details": one_or_all}}
+
 
 _OPEN = {"logprobs": None, "finish_reason": None, "matched_stop": None}
-
-
-def _ending(output: Output) -> dict[str, Any]:
-    assert output.finish is not None
-    return {
-        "logprobs": None,
-        "finish_reason": output.finish.kind,
-        "matched_stop": output.finish.matched,
-        "seed": output.request.sampling.seed,
-    }
 
 
 class CompletionReplies(OpenAIReplies):

@@ -66,9 +66,14 @@ class Output:
         }
         if chunk.finish is not None:
             meta["e2e_latency"] = time.time() - self.request.arrival
-            if speculating and chunk.spec is not None and chunk.spec.verify_ct > 0:
-                meta |= spec_dict(chunk.spec)
+            if speculating:
+                meta |= self.spec_details() or {}
         return meta
+
+    def spec_details(self) -> dict[str, Any] | None:
+        """The spec_* keys, once there was a round and the request has ended."""
+        spec = None if self.chunk is None else self.chunk.spec
+        return spec_dict(spec) if spec is not None and spec.verify_ct > 0 else None
 
 
 def finish_dict(chunk: OutputChunk) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_spec.errors import InvalidRequestError
-from sgl_spec.request import SamplingParams
+from sgl_spec.request import SamplingParams, Speculation
 from sgl_spec.server.fields import (
     BOOLEAN,
     IDS,
@@ -15,13 +15,41 @@ from sgl_spec.server.fields import (
     NUMBER,
     STRINGS,
     Ignore,
+    Kind,
     Refuse,
     Table,
     Use,
+    is_integer,
     is_number,
 )
 
 logger = logging.getLogger(__name__)
+
+MAX_KEY_CHARS = 20  # of a token id in `logit_bias`
+MAX_DRAFT_TOKENS = 1 << 16  # more than any tree holds, so that a larger wish is the same wish
+
+
+def _is_biases(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return all(_is_id_key(key) and is_number(bias) for key, bias in value.items())
+
+
+def _is_id_key(key: str) -> bool:
+    digits = key.removeprefix("-")
+    short = len(key) <= MAX_KEY_CHARS and digits.isascii() and digits.isdigit()
+    return short and str(int(key)) == key
+
+
+def _is_speculation(value: object) -> bool:
+    if not isinstance(value, dict):
+        return value is False
+    most = value.get("max_draft_tokens", -1)
+    return len(value) == 1 and is_integer(most) and most >= 0
+
+
+BIASES = Kind('an object of numbers by token id, as {"50256": -100}', _is_biases)
+SPECULATION = Kind('false or {"max_draft_tokens": k} with an integer k >= 0', _is_speculation)
 
 # `sampling_params` of /generate. The defaults are SGLang's; generation_config has no say here.
 NATIVE: Table = {
@@ -32,6 +60,11 @@ NATIVE: Table = {
     "top_p": Use(NUMBER, 1.0),
     "top_k": Use(INTEGER, -1),
     "min_p": Use(NUMBER, 0.0),
+    "frequency_penalty": Use(NUMBER, 0.0),
+    "presence_penalty": Use(NUMBER, 0.0),
+    "repetition_penalty": Use(NUMBER, 1.0),
+    "logit_bias": Use(BIASES, {}),
+    "speculation": Use(SPECULATION),
     "stop": Use(STRINGS, ()),
     "stop_token_ids": Use(IDS, ()),
     "ignore_eos": Use(BOOLEAN, False),
@@ -40,29 +73,30 @@ NATIVE: Table = {
     "no_stop_trim": Use(BOOLEAN, False),
     "seed": Use(INTEGER),
     "sampling_seed": Use(INTEGER, target="seed"),
-    "frequency_penalty": Refuse((0,)),
-    "presence_penalty": Refuse((0,)),
-    "repetition_penalty": Refuse((1,)),
     "stop_regex": Refuse(("", [])),
     "beam_width": Refuse((1,)),
     "json_schema": Refuse(),
     "regex": Refuse(),
     "ebnf": Refuse(),
     "structural_tag": Refuse(),
-    "logit_bias": Refuse(({},)),
     "custom_params": Refuse(({},)),
     "watermark": Refuse((False,)),
     "stream_interval": Ignore(),
 }
 
 # The sampling fields that /v1/completions and /v1/chat/completions share. `temperature`, `top_p`,
-# `top_k` and `min_p` have no default here: `SamplingDefaults` gives it.
+# `top_k`, `min_p` and `repetition_penalty` have no default here: `SamplingDefaults` gives it.
 OPENAI: Table = {
     "n": Use(INTEGER, 1),
     "temperature": Use(NUMBER),
     "top_p": Use(NUMBER),
     "top_k": Use(INTEGER),
     "min_p": Use(NUMBER),
+    "frequency_penalty": Use(NUMBER, 0.0),
+    "presence_penalty": Use(NUMBER, 0.0),
+    "repetition_penalty": Use(NUMBER),
+    "logit_bias": Use(BIASES, {}),
+    "speculation": Use(SPECULATION),
     "min_tokens": Use(INTEGER, 0, target="min_new_tokens"),
     "stop": Use(STRINGS, ()),
     "stop_token_ids": Use(IDS, ()),
@@ -72,11 +106,7 @@ OPENAI: Table = {
     "no_stop_trim": Use(BOOLEAN, False),
     "seed": Use(INTEGER),
     "sampling_seed": Use(INTEGER, target="seed"),
-    "frequency_penalty": Refuse((0,)),
-    "presence_penalty": Refuse((0,)),
-    "repetition_penalty": Refuse((1,)),
     "stop_regex": Refuse(("", [])),
-    "logit_bias": Refuse(({},)),
     "regex": Refuse(),
     "ebnf": Refuse(),
     "json_schema": Refuse(),
@@ -87,14 +117,20 @@ OPENAI: Table = {
 
 SAMPLING_FIELDS = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "speculation"),
     *("stop", "stop_token_ids", "ignore_eos", "no_stop_trim"),
     *("skip_special_tokens", "spaces_between_special_tokens"),
 )
 
-OPENAI_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+OPENAI_DEFAULTS = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 # Settings of generation_config that would change the draw and that this version does not have.
 UNSUPPORTED_DEFAULTS = {
-    "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
@@ -146,9 +182,13 @@ class SamplingDefaults:
 
 
 def sampling_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The `SamplingParams` fields among `fields`, lists as tuples."""
+    """The `SamplingParams` fields among `fields`, as its types."""
     chosen = {name: fields[name] for name in SAMPLING_FIELDS}
     stop = chosen["stop"]
     chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     chosen["stop_token_ids"] = tuple(chosen["stop_token_ids"])
+    chosen["logit_bias"] = {int(token): bias for token, bias in chosen["logit_bias"].items()}
+    if isinstance(chosen["speculation"], dict):
+        most = min(chosen["speculation"]["max_draft_tokens"], MAX_DRAFT_TOKENS)
+        chosen["speculation"] = Speculation(max_draft_tokens=most)
     return chosen

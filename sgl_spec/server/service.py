@@ -56,6 +56,10 @@ class Service:
         self._metrics = metrics
         self._started = time.time()
         self._speculating = info.speculative_algorithm is not None
+        self._reports = {
+            "cache_report": args.enable_cache_report,
+            "speculating": self._speculating,
+        }
         names = (args.served_model_name, args.model_path, ANY_MODEL)
         self.names = tuple(dict.fromkeys(names))
         from_model = args.sampling_defaults == "model"
@@ -79,16 +83,14 @@ class Service:
         """/v1/completions: the run, and whether to stream it."""
         call = read_completions(body, self._defaults, self.names, self._decode_prompt)
         made = await self._maker.make(call.asked, call.rid, stream=call.stream)
-        replies = CompletionReplies(
-            call, made, self.names[0], cache_report=self.args.enable_cache_report
-        )
+        replies = CompletionReplies(call, made, self.names[0], **self._reports)
         return self._run(made, replies), call.stream
 
     async def chat(self, body: object) -> tuple[Run, bool]:
         """/v1/chat/completions: the run, and whether to stream it."""
         call = read_chat(body, self._defaults, self.names, self._render)
         made = await self._maker.make(call.asked, call.rid, stream=call.stream)
-        replies = ChatReplies(call, made, self.names[0], cache_report=self.args.enable_cache_report)
+        replies = ChatReplies(call, made, self.names[0], **self._reports)
         return self._run(made, replies), call.stream
 
     def _run(self, made: Made, replies: Replies) -> Run:

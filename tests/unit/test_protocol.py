@@ -98,7 +98,27 @@ BAD_GENERATE: list[tuple[dict[str, Any], str]] = [
     (GOOD | {"sampling_params": {"stop_token_ids": ["a"]}}, r"sampling_params\.stop_token_ids"),
     (GOOD | {"sampling_params": {"stop": 1}}, r"sampling_params\.stop must be"),
     (GOOD | {"sampling_params": {"temprature": 1}}, "Did you mean 'temperature'"),
-    (GOOD | {"sampling_params": {"frequency_penalty": 0.5}}, r"frequency_penalty is not supported"),
+    (
+        GOOD | {"sampling_params": {"frequency_penalty": "0.5"}},
+        r"params\.frequency_penalty must be",
+    ),
+    (GOOD | {"sampling_params": {"logit_bias": [5]}}, r"params\.logit_bias must be an object"),
+    (GOOD | {"sampling_params": {"logit_bias": {"five": 1}}}, r"params\.logit_bias must be"),
+    (GOOD | {"sampling_params": {"logit_bias": {"05": 1}}}, r"params\.logit_bias must be"),
+    (GOOD | {"sampling_params": {"logit_bias": {"9" * 5000: 1}}}, r"params\.logit_bias must be"),
+    (GOOD | {"sampling_params": {"logit_bias": {"5": None}}}, r"params\.logit_bias must be"),
+    (GOOD | {"sampling_params": {"logit_bias": {"5": True}}}, r"params\.logit_bias must be"),
+    (GOOD | {"sampling_params": {"speculation": True}}, r"params\.speculation must be false or"),
+    (GOOD | {"sampling_params": {"speculation": 0}}, r"params\.speculation must be false or"),
+    (GOOD | {"sampling_params": {"speculation": {}}}, r"params\.speculation must be false or"),
+    (
+        GOOD | {"sampling_params": {"speculation": {"max_draft_tokens": -1}}},
+        r'params\.speculation must be .* got \{"max_draft_tokens":-1\}',
+    ),
+    (
+        GOOD | {"sampling_params": {"speculation": {"max_draft_tokens": 1, "x": 1}}},
+        r"params\.speculation must be",
+    ),
     (GOOD | {"sampling_params": {"json_schema": "{}"}}, r"json_schema is not supported"),
     (GOOD | {"sampling_params": {"regex": "("}}, r"regex is not supported"),
     (GOOD | {"return_logprob": True}, "return_logprob is not supported"),
@@ -142,6 +162,18 @@ def test_generate_batches() -> None:
     single = read_generate({"text": "a", "sampling_params": {"n": 2}})
     assert single.batch, "n > 1 answers with a list"
     assert not read_generate({"input_ids": [1]}).batch
+
+
+def test_speculation_and_biases_in_the_engines_types() -> None:
+    read = {"logit_bias": {"5": 1, "0": -100.0}, "speculation": {"max_draft_tokens": 10**30}}
+    sampling = read_generate(GOOD | {"sampling_params": read}).asked[0].sampling
+    assert sampling["logit_bias"] == {5: 1, 0: -100.0}
+    assert SamplingParams(speculation=sampling["speculation"]).max_nodes(12) == 12
+    narrowed = ({"max_draft_tokens": 0}, 1), ({"max_draft_tokens": 3}, 4)
+    for asked, nodes in ((None, 12), (False, 1), *narrowed):
+        call = read_generate(GOOD | {"sampling_params": {"speculation": asked}})
+        speculation = call.asked[0].sampling["speculation"]
+        assert SamplingParams(speculation=speculation).max_nodes(12) == nodes
 
 
 def test_one_stop_string_is_not_a_list_of_characters() -> None:

@@ -34,7 +34,9 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "logprobs": 0}, "logprobs is not supported"),
     ({"prompt": "a", "best_of": 2}, "best_of is not supported"),
     ({"prompt": "a", "suffix": "b"}, "suffix is not supported"),
-    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias is not supported"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias must be an object"),
+    ({"prompt": "a", "speculation": True}, "speculation must be false or"),
+    ({"prompt": "a", "return_meta_info": 1}, "return_meta_info must be true or false"),
     ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format is not"),
     ({"prompt": "a", "stream_options": {"include_usage": 1}}, r"stream_options\.include_usage"),
     ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, r"stream_options\.x"),
@@ -68,7 +70,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{**USER, "tool_calls": [{}]}]}, r"messages\[0\]\.tool_calls is not supported"),
     ({"messages": [USER], "tools": [{}]}, "tools is not supported"),
     ({"messages": [USER], "logprobs": True}, "logprobs is not supported"),
-    ({"messages": [USER], "presence_penalty": 1}, "presence_penalty is not supported"),
+    ({"messages": [USER], "presence_penalty": "1"}, "presence_penalty must be a number"),
     ({"messages": [USER], "max_tokens": 3, "max_completion_tokens": 4}, "mean the same"),
     ({"messages": [USER], "continue_final_message": True}, "continue_final_message needs"),
     ({"messages": [USER], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs cannot"),
@@ -109,11 +111,16 @@ def test_unknown_models_are_not_found() -> None:
 
 class TestDefaults:
     def test_the_model_decides_what_the_client_leaves_out(self) -> None:
-        defaults = SamplingDefaults({"temperature": 0.6, "top_k": 20, "do_sample": True})
+        model = {"temperature": 0.6, "top_k": 20, "do_sample": True, "repetition_penalty": 1.1}
+        defaults = SamplingDefaults(model)
         body = {"messages": [USER], "top_k": 3, "temperature": None}
         call = read_chat(body, defaults, SERVED, lambda _: "x")
         sampling = call.asked[0].sampling
         assert (sampling["temperature"], sampling["top_k"], sampling["top_p"]) == (0.6, 3, 1.0)
+        assert sampling["repetition_penalty"] == 1.1
+        call = read_chat(body | {"repetition_penalty": 1}, defaults, SERVED, lambda _: "x")
+        assert call.asked[0].sampling["repetition_penalty"] == 1
+        assert completions({"prompt": "a"}).asked[0].sampling["repetition_penalty"] == 1
 
     @pytest.mark.parametrize(("theirs", "ours"), [(0, -1), (20.0, 20), (50, 50), (None, -1)])
     def test_top_k_in_their_spelling(self, theirs: Any, ours: int) -> None:
@@ -121,7 +128,14 @@ class TestDefaults:
         assert (top_k, type(top_k)) == (ours, int)
 
     @pytest.mark.parametrize(
-        "broken", [{"top_p": 1.5}, {"temperature": "hot"}, {"top_k": 2.5}, {"min_p": True}]
+        "broken",
+        [
+            {"top_p": 1.5},
+            {"temperature": "hot"},
+            {"top_k": 2.5},
+            {"min_p": True},
+            {"repetition_penalty": 0},
+        ],
     )
     def test_broken_defaults_do_not_break_requests(
         self, broken: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -130,8 +144,8 @@ class TestDefaults:
         assert f"{next(iter(broken))} must be" in caplog.text
 
     def test_what_cannot_be_honoured_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
-        SamplingDefaults({"repetition_penalty": 1.1, "typical_p": 1.0})
+        SamplingDefaults({"no_repeat_ngram_size": 3, "typical_p": 1.0})
         assert [r.getMessage() for r in caplog.records] == [
-            "The model's generation_config asks for repetition_penalty=1.1, which is not "
+            "The model's generation_config asks for no_repeat_ngram_size=3, which is not "
             "supported and has no effect."
         ]

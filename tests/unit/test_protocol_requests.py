@@ -78,6 +78,18 @@ class TestMake:
             ({"top_p": 2}, "top_p must be"),
             ({"top_k": 0}, "top_k must be"),
             ({"min_p": 1.5}, "min_p must be"),
+            ({"frequency_penalty": 2.1}, r"frequency_penalty must be a number in \[-2, 2\]"),
+            ({"frequency_penalty": -2.1}, "frequency_penalty must be"),
+            ({"presence_penalty": 3}, "presence_penalty must be"),
+            ({"repetition_penalty": 0}, r"repetition_penalty must be a number in \(0, 2\]"),
+            ({"repetition_penalty": 2.5}, "repetition_penalty must be"),
+            (
+                {"logit_bias": {"512": 1}},
+                "logit_bias must be a map from token ids, 0 to 511, got 512",
+            ),
+            ({"logit_bias": {"-1": 1}}, "logit_bias must be a map from token ids"),
+            ({"logit_bias": {"5": 100.5}}, r"logit_bias must be a map to numbers in \[-100, 100\]"),
+            ({"logit_bias": {"5": -101}}, "logit_bias must be a map to numbers"),
             ({"stop": ["a"] * 33}, "stop must be at most 32"),
             ({"stop": ""}, "stop must be"),
             ({"stop_token_ids": [-5]}, "stop_token_ids must be"),
@@ -156,9 +168,21 @@ class TestMake:
         )
 
     def test_requests_cross_the_wire_unchanged(self, tokenizer: ServerTokenizer) -> None:
-        item = asked("a", stop=["x"], stop_token_ids=[5], temperature=1, top_k=2**63, seed=-(2**63))
-        (request,) = make(tokenizer, item).requests
-        assert decode_to_engine(encode(Submit(request))) == Submit(request)
+        speculation: list[Any] = [False, None, {"max_draft_tokens": 3}]
+        for wish in speculation:
+            item = asked(
+                "a",
+                stop=["x"],
+                stop_token_ids=[5],
+                temperature=1,
+                top_k=2**63,
+                seed=-(2**63),
+                logit_bias={"5": -100, "7": 1},
+                repetition_penalty=2,
+                speculation=wish,
+            )
+            (request,) = make(tokenizer, item).requests
+            assert decode_to_engine(encode(Submit(request))) == Submit(request)
         assert request.sampling.top_k == INFO.vocab_size, "more than all tokens is all tokens"
 
 
