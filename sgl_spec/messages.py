@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sgl_spec.request import FinishReason, SpecStats, TokenizedRequest
+from sgl_spec.request import FinishReason, Logprobs, SpecStats, TokenizedRequest
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -53,7 +53,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request. Exactly one chunk per request has `finish` set: the last.
 
-    ids: tokens since the previous chunk (possibly none on the last).
+    ids: tokens since the previous chunk (possibly none on the last). logprobs: theirs, if asked
+    for. prompt_logprobs: on the first chunk, if asked for: those of the prompt's tokens behind
+    position `logprob_start_len`, fewer when the request was aborted before it had them.
     The remaining fields are meaningful on every chunk and final on the last.
     """
 
@@ -65,6 +67,8 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
     retractions: int = 0
     finish: FinishReason | None = None
     spec: SpecStats | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 class Chunks(msgspec.Struct, frozen=True, tag="chunks"):

@@ -11,6 +11,10 @@ from sgl_spec.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 32
 MAX_BIAS = 100.0
+MAX_TOP_LOGPROBS = 128
+MAX_LOGPROB_IDS = 1024
+# Bounds a reply: listed alternatives over all reported prompt positions.
+MAX_PROMPT_LOGPROBS = 1 << 21
 SEED_BITS = 63
 
 
@@ -110,6 +114,83 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 _refuse("stop_token_ids", token, f"ids from 0 to {vocab_size - 1}")
 
 
+class LogprobParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Which log-probabilities a request reports, beside that of every output token.
+
+    They are the model's own: log_softmax in float32 of its logits, before penalties, logit_bias,
+    masks, temperature and filters. So they do not depend on how a token is drawn.
+
+    logprob_start_len: the first prompt position to report, -1 for none of the prompt; that first
+    one has no value. top_logprobs_num: how many of the most likely tokens at every position.
+    token_ids_logprob: tokens to report at every position, whatever stands there.
+    """
+
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    token_ids_logprob: tuple[int, ...] = ()
+
+    def check(self, vocab_size: int, prompt_len: int) -> None:
+        """Raise `InvalidRequestError` naming the first field out of range."""
+        if not -1 <= self.logprob_start_len < prompt_len:
+            allowed = f"-1 (output only) or a position of the prompt, 0 to {prompt_len - 1}"
+            _refuse("logprob_start_len", self.logprob_start_len, allowed)
+        _between("top_logprobs_num", self.top_logprobs_num, 0, min(MAX_TOP_LOGPROBS, vocab_size))
+        if len(self.token_ids_logprob) > MAX_LOGPROB_IDS:
+            _refuse(
+                "token_ids_logprob",
+                f"{len(self.token_ids_logprob)} ids",
+                f"at most {MAX_LOGPROB_IDS} ids",
+            )
+        for token in self.token_ids_logprob:
+            if not 0 <= token < vocab_size:
+                _refuse("token_ids_logprob", token, f"ids from 0 to {vocab_size - 1}")
+        self._check_size(prompt_len)
+
+    def _check_size(self, prompt_len: int) -> None:
+        if self.logprob_start_len == -1:
+            return
+        width = self.top_logprobs_num + len(self.token_ids_logprob)
+        total = (prompt_len - self.logprob_start_len) * width
+        if total > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequestError(
+                f"logprob_start_len {self.logprob_start_len} asks for {total} log-probabilities "
+                f"({width} at each of {prompt_len - self.logprob_start_len} prompt positions), the "
+                f"most is {MAX_PROMPT_LOGPROBS}.",
+                param="logprob_start_len",
+            )
+
+
+class Logprobs(msgspec.Struct):
+    """Log-probabilities (natural) of consecutive tokens, as `LogprobParams` asks for them.
+
+    values: one per token, its own. top_ids, top_values: per token, the most likely tokens at its
+    place, falling, equal ones by rising id. id_values: per token, those of `token_ids_logprob` in
+    their order. What is not asked for is empty.
+    """
+
+    values: list[float] = []
+    top_ids: list[list[int]] = []
+    top_values: list[list[float]] = []
+    id_values: list[list[float]] = []
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def extend(self, other: Logprobs) -> None:
+        """Append those of the tokens that follow."""
+        self.values += other.values
+        self.top_ids += other.top_ids
+        self.top_values += other.top_values
+        self.id_values += other.id_values
+
+    def part(self, start: int, end: int | None = None) -> Logprobs:
+        """Those of tokens start .. end - 1."""
+        cut = slice(start, end)
+        return Logprobs(
+            self.values[cut], self.top_ids[cut], self.top_values[cut], self.id_values[cut]
+        )
+
+
 def _refuse(field: str, value: object, allowed: str) -> None:
     raise InvalidRequestError(f"{field} must be {allowed}, got {value!r}.", param=field)
 
@@ -170,7 +251,7 @@ class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as the engine receives it: ids only, every default resolved, the seed drawn.
 
     `arrival` is wall-clock time (`time.time()`) at the API process. `stream` only changes how often
-    the engine reports (`--stream-interval`).
+    the engine reports (`--stream-interval`). `logprobs` None: none are computed.
     """
 
     rid: str
@@ -178,3 +259,4 @@ class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     stream: bool = False
     arrival: float = 0.0
+    logprobs: LogprobParams | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sgl_spec.layers.context import ForwardBatch
+from sgl_spec.request import Logprobs
 from sgl_spec.speculative.tree import TokenTree
 
 IntArray = npt.NDArray[np.int64]
@@ -21,12 +22,15 @@ class PrefillBatch:
 
     rows: [B] request rows. starts: [B] tokens whose KV is valid. takes: [B] tokens to compute now.
     finals: [B] whether the chunk ends at the request's last token, so that the next one is drawn.
+    unscored: [B] first position whose logits a log-probability of the prompt waits for, see
+    `Req.unscored`.
     """
 
     rows: IntArray
     starts: IntArray
     takes: IntArray
     finals: npt.NDArray[np.bool_]
+    unscored: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +56,15 @@ class StepOutput:
     """What one forward gave each request of its batch.
 
     tokens: tokens to append, a list per request (empty for a chunk that is not a prompt's last).
-    proposed: draft tokens verified per request (0 for prefill).
+    proposed: draft tokens verified per request (0 for prefill). logprobs: per request, those of
+    `tokens`, for requests that ask; prompt_logprobs: those that follow what the request has of its
+    prompt. None where nobody asks.
     """
 
     tokens: list[list[int]]
     proposed: list[int]
+    logprobs: list[Logprobs | None] | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
 
 
 def prefill_forward(

@@ -8,7 +8,14 @@ from enum import Enum
 
 from sgl_spec.engine.kv_pool import Holding
 from sgl_spec.engine.prefix_cache import Node
-from sgl_spec.request import FinishReason, SamplingParams, SpecStats, TokenizedRequest
+from sgl_spec.request import (
+    FinishReason,
+    LogprobParams,
+    Logprobs,
+    SamplingParams,
+    SpecStats,
+    TokenizedRequest,
+)
 from sgl_spec.text import StopMatcher
 
 
@@ -18,6 +25,21 @@ class Phase(Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+@dataclass(slots=True)
+class LogprobRecord:
+    """Log-probabilities of one request so far. It outlives retractions: what is in it is neither
+    computed nor reported again.
+
+    prompt: those of the tokens behind position `params.logprob_start_len`. output: one per output
+    token. prompt_sent: whether the prompt's are reported.
+    """
+
+    params: LogprobParams
+    prompt: Logprobs = field(default_factory=Logprobs)
+    output: Logprobs = field(default_factory=Logprobs)
+    prompt_sent: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +58,7 @@ class Req:
     stream: bool
     stop_ids: frozenset[int]
     stops: StopMatcher | None
+    logprobs: LogprobRecord | None = None
     spec: SpecStats = field(default_factory=lambda: SpecStats(histogram=[]))
     phase: Phase = Phase.WAITING
     holding: Holding | None = None
@@ -66,6 +89,21 @@ class Req:
     def unfilled(self) -> int:
         """Tokens whose KV is still to be computed before the next token can be drawn."""
         return len(self.ids) - self.held.committed_len
+
+    @property
+    def unscored(self) -> int:
+        """The first position whose logits a log-probability of the prompt still waits for; the
+        length of ids if none does."""
+        if self.logprobs is None or self.logprobs.params.logprob_start_len == -1:
+            return len(self.ids)
+        position = self.logprobs.params.logprob_start_len + len(self.logprobs.prompt)
+        return position if position < self.prompt_len - 1 else len(self.ids)
+
+    @property
+    def reusable(self) -> int:
+        """Tokens of ids that need not be computed if their KV is cached: their logits are not
+        wanted, which those of the last token always are."""
+        return min(self.unscored, len(self.ids) - 1)
 
     def append(self, tokens: Sequence[int]) -> int:
         """Take tokens in order until one of them ends the request; returns how many were taken.
@@ -104,4 +142,5 @@ def make_req(request: TokenizedRequest, eos_ids: Sequence[int], stops: StopMatch
         stream=request.stream,
         stop_ids=stop_ids,
         stops=stops,
+        logprobs=None if request.logprobs is None else LogprobRecord(request.logprobs),
     )

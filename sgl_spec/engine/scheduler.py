@@ -24,7 +24,7 @@ from sgl_spec.engine.policy import (
 from sgl_spec.engine.req import Phase, Req
 from sgl_spec.engine.slots import SlotManager
 from sgl_spec.messages import OutputChunk
-from sgl_spec.request import FinishReason
+from sgl_spec.request import FinishReason, Logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Scheduler:
         if not self.waiting:
             return
         candidates = list(self.waiting)
-        cached = [self.slots.cached_len(req.ids) for req in candidates]
+        cached = [self.slots.cached_len(req) for req in candidates]
         for i in admission_order(cached, self.limits.schedule_policy):
             if len(self.running) >= self.limits.max_running or not self.slots.table.free_rows:
                 return
@@ -143,7 +143,8 @@ class Scheduler:
 
     def _should_share(self, req: Req, cached: int) -> bool:
         filling = [r.ids for r in self.running if r.phase is Phase.PREFILL]
-        return self.slots.use_cache and waits_for_prefix(req.ids, cached, filling)
+        sharable = req.ids[: req.reusable + 1]
+        return self.slots.use_cache and waits_for_prefix(sharable, cached, filling)
 
     def _try_admit(self, req: Req) -> bool:
         have = self.slots.pin_prefix(req)
@@ -189,6 +190,7 @@ class Scheduler:
             starts=_ints(r.held.committed_len for r in reqs),
             takes=_ints(takes),
             finals=np.array(finals, dtype=np.bool_),
+            unscored=_ints(r.unscored for r in reqs),
         )
 
     def _decode_batch(self, decoding: list[Req]) -> tuple[list[Req], Batch | None]:
@@ -244,6 +246,7 @@ class Scheduler:
                 for req, tokens, proposed in zip(reqs, output.tokens, output.proposed, strict=True)
             ]
             self.worker.observe(taken)
+        _keep_logprobs(reqs, output)
         for req in reqs:
             if req.finish is not None:
                 self._end(req, req.finish)
@@ -317,8 +320,20 @@ def _ints(values: Iterator[int] | list[int]) -> np.ndarray[tuple[int], np.dtype[
     return np.fromiter(values, dtype=np.int64)
 
 
+def _keep_logprobs(reqs: list[Req], output: StepOutput) -> None:
+    """Take what a step gave, cut where the tokens were."""
+    for req, prompt in zip(reqs, output.prompt_logprobs or (), strict=False):
+        if prompt is not None and req.logprobs is not None:
+            req.logprobs.prompt.extend(prompt)
+    for req, new in zip(reqs, output.logprobs or (), strict=False):
+        if new is not None and req.logprobs is not None:
+            kept = req.output_len - len(req.logprobs.output)
+            req.logprobs.output.extend(new.part(0, kept))
+
+
 def _chunk(req: Req) -> OutputChunk:
     ids = req.ids[req.prompt_len + req.reported :]
+    logprobs, prompt_logprobs = _fresh_logprobs(req)
     req.reported = req.output_len
     return OutputChunk(
         rid=req.rid,
@@ -329,4 +344,16 @@ def _chunk(req: Req) -> OutputChunk:
         retractions=max(req.admissions - 1, 0) if req.finish else 0,
         finish=req.finish,
         spec=req.spec if req.finish is not None and req.spec.verify_ct else None,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
+
+
+def _fresh_logprobs(req: Req) -> tuple[Logprobs | None, Logprobs | None]:
+    """Those of the output tokens that no chunk has reported, and the prompt's on the first."""
+    record = req.logprobs
+    if record is None:
+        return None, None
+    prompt = None if record.prompt_sent else record.prompt
+    record.prompt_sent = True
+    return record.output.part(req.reported), prompt

@@ -36,10 +36,12 @@ class SlotManager:
         """The pool as admission sees it."""
         return PoolCounts(self.pages.free_slots, self.cache.evictable_tokens, self.page_size)
 
-    def cached_len(self, ids: list[int]) -> int:
-        """Tokens of a prompt that are cached now. The last one is always computed anew, for its
-        logits."""
-        return self.cache.peek(ids, len(ids) - 1) if self.use_cache else 0
+    def cached_len(self, req: Req) -> int:
+        """Tokens of a waiting request that it would find cached now."""
+        return self.cache.peek(req.ids, self._limit(req))
+
+    def _limit(self, req: Req) -> int:
+        return req.reusable if self.use_cache else 0
 
     def reach(self, tokens: int) -> int:
         """Slots that `tokens` positions take in whole pages, within a row."""
@@ -47,8 +49,7 @@ class SlotManager:
 
     def pin_prefix(self, req: Req) -> int:
         """Match and lock a waiting request's cached prefix, so that making room cannot evict it."""
-        limit = len(req.ids) - 1 if self.use_cache else 0
-        match = self.cache.match(req.ids, limit)
+        match = self.cache.match(req.ids, self._limit(req))
         self.cache.lock(match.node)
         req.node = match.node
         return len(match.slots)
@@ -62,8 +63,7 @@ class SlotManager:
     def open(self, req: Req, tokens: int) -> None:
         """Give a pinned request a row and slots for `tokens` positions; the caller has checked
         room."""
-        limit = len(req.ids) - 1 if self.use_cache else 0
-        shared = self.cache.match(req.ids, limit).slots
+        shared = self.cache.match(req.ids, self._limit(req)).slots
         row = self.table.take_row()
         self.table.write(row, 0, shared)
         length = len(shared)

@@ -25,9 +25,10 @@ from sgl_spec.engine.batch import (
     tree_forward,
 )
 from sgl_spec.engine.kv_pool import SlotTable, compact_slots
+from sgl_spec.engine.logprobs import LogprobReader, PerRequest
 from sgl_spec.engine.req import Req
 from sgl_spec.layers.context import ForwardBatch, KVCache
-from sgl_spec.request import SamplingParams
+from sgl_spec.request import Logprobs, SamplingParams
 from sgl_spec.speculative.base import DraftBatch, Drafter
 from sgl_spec.speculative.penalties import TokenCounts
 from sgl_spec.speculative.prune import keep_nodes, prune
@@ -66,6 +67,7 @@ class Worker:
         self.costs = costs
         self.eos_ids = model.config.eos_token_ids
         self.tokens: npt.NDArray[np.int32] = np.zeros(table.host.shape, dtype=np.int32)
+        self.logprobs = LogprobReader(model)
         self._params: dict[int, tuple[SamplingParams, int]] = {}
         self._sampling: tuple[bytes, SamplingRows] | None = None
         self._counts: TokenCounts | None = None  # made when a request with penalties comes
@@ -80,6 +82,7 @@ class Worker:
         row = req.held.row
         self.tokens[row, : len(req.ids)] = req.ids
         self._params[row] = (req.sampling, req.prompt_len)
+        self.logprobs.open(req)
         self._sampling = None
         self._start_counts(req)
 
@@ -103,6 +106,7 @@ class Worker:
 
     def close(self, row: int) -> None:
         """The row's request ended or was retracted."""
+        self.logprobs.close(row)
         if self.drafter is not None and row in self._drafting:
             self._drafting.discard(row)
             self.drafter.finish(row)
@@ -135,27 +139,39 @@ class Worker:
         forward = prefill_forward(batch, self.tokens, self.table.device)
         hidden = self.model.forward(forward, self.kv)
         tokens: list[list[int]] = [[] for _ in batch.rows]
+        logprobs: list[Logprobs | None] = [None] * len(tokens)
         (finals,) = np.nonzero(batch.finals)
         if len(finals):
             rows = batch.rows[finals]
             ends = torch.from_numpy((batch.starts + batch.takes)[finals])
             last = forward.q_starts[1:][torch.from_numpy(finals)] - 1
-            drawn = self._draw_next(hidden[last], rows, ends).tolist()
-            for i, row, end, token in zip(finals, rows, ends.tolist(), drawn, strict=True):
+            drawn, read = self._draw_next(hidden[last], rows, ends)
+            for i, row, end, token in zip(finals, rows, ends.tolist(), drawn.tolist(), strict=True):
                 tokens[i] = [token]
                 self.tokens[row, end] = token
-        return StepOutput(tokens=tokens, proposed=[0] * len(tokens))
+            for i, one in zip(finals, read or (), strict=False):
+                logprobs[i] = one
+        return StepOutput(
+            tokens=tokens,
+            proposed=[0] * len(tokens),
+            logprobs=logprobs,
+            prompt_logprobs=self.logprobs.of_prompts(batch, self.tokens, hidden, forward.q_starts),
+        )
 
-    def _draw_next(self, hidden: Tensor, rows: IntArray, lengths: Tensor) -> Tensor:
-        """The token after each row's text of `lengths` tokens: a root-only tree whose root is the
-        text's last token, so that first tokens take the same path as all others."""
+    def _draw_next(
+        self, hidden: Tensor, rows: IntArray, lengths: Tensor
+    ) -> tuple[Tensor, PerRequest]:
+        """The token after each row's text of `lengths` tokens, and its log-probabilities: a
+        root-only tree whose root is the text's last token, so that first tokens take the same path
+        as all others."""
         roots = torch.from_numpy(self.tokens[rows, lengths.numpy() - 1].astype(np.int64))
         logits = self.model.logits(hidden)
         offsets = torch.arange(len(rows))
         sampling = self._sampling_rows(rows)
         accepted = sample_and_follow(root_only(roots), logits, offsets, sampling, lengths - 1)
         self._count(torch.from_numpy(rows), accepted)
-        return accepted.tokens[:, 0]
+        logprobs = self.logprobs.of_emitted(rows, accepted, logits, offsets)
+        return accepted.tokens[:, 0], logprobs
 
     def _count(self, rows: Tensor, accepted: AcceptResult) -> None:
         """Add new tokens to the counts of the requests that have penalties."""
@@ -193,7 +209,8 @@ class Worker:
         self._count(rows, accepted)
         self._keep_path(rows, committed, tree.width, accepted)
         self._round = (draft, tree, accepted)
-        return self._output(draft, tree, accepted)
+        logprobs = self.logprobs.of_emitted(batch.rows, accepted, logits, offsets)
+        return self._output(draft, tree, accepted, logprobs)
 
     def _plan_tree(self, draft: DraftBatch, remaining: IntArray) -> TokenTree:
         if self.drafter is None or not (draft.max_nodes > 1).any():
@@ -234,11 +251,14 @@ class Worker:
         kept = torch.arange(width)[None, :] < accepted.counts[:, None]
         move_kv_rows(self.kv.k, self.kv.v, moved[kept].long(), slots[kept].long())
 
-    def _output(self, draft: DraftBatch, tree: TokenTree, accepted: AcceptResult) -> StepOutput:
+    def _output(
+        self, draft: DraftBatch, tree: TokenTree, accepted: AcceptResult, logprobs: PerRequest
+    ) -> StepOutput:
         tokens = [
             row[:count]
             for row, count in zip(accepted.tokens.tolist(), accepted.counts.tolist(), strict=True)
         ]
         for row, length, new in zip(draft.rows, draft.lengths, tokens, strict=True):
             self.tokens[row, length : length + len(new)] = new
-        return StepOutput(tokens=tokens, proposed=(tree.num_nodes - 1).tolist())
+        proposed = (tree.num_nodes - 1).tolist()
+        return StepOutput(tokens=tokens, proposed=proposed, logprobs=logprobs)

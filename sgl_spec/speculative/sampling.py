@@ -82,7 +82,7 @@ def draw(
     vocabulary.
     """
     tokens = torch.empty_like(positions)
-    with _one_thread(logits):
+    with one_thread(logits):
         for part, rule, x, asked in _blocks(logits, rows, positions, index, path, masks):
             tokens[part] = rule.draw(x, asked)
     return tokens
@@ -103,7 +103,7 @@ def final_probs(
     everything is masked on token 0.
     """
     probs = torch.empty(rows.count, logits.shape[1], device=logits.device)
-    with _one_thread(logits):
+    with one_thread(logits):
         for part, rule, x, asked in _blocks(logits, rows, positions, index, path, masks):
             weights = rule.weigh(x, asked)
             total = weights.sum(1, keepdim=True)
@@ -115,7 +115,7 @@ def final_probs(
 
 
 @contextmanager
-def _one_thread(logits: Tensor) -> Iterator[None]:
+def one_thread(logits: Tensor) -> Iterator[None]:
     """On the CPU, one thread: two gain a tenth on an idle machine and lose tenfold on a busy
     one."""
     if logits.device.type != "cpu":
@@ -258,7 +258,7 @@ def _survivors(x: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     In the order of falling logit, then rising id, each filter keeps a prefix; a row that keeps
     fewer than n has weight 0 behind its own.
     """
-    ids = _falling(x)
+    ids = falling(x)
     weights = _weights(x, rows).gather(1, ids)
     counts = _kept_counts(weights, rows)
     longest = max(1, int(counts.max()))
@@ -281,8 +281,8 @@ _SAMPLED = _Rule(_draw_sampled, _weigh_sampled)
 _FILTERED = _Rule(_draw_filtered, _weigh_filtered)
 
 
-def _falling(x: Tensor) -> Tensor:
-    """[r, V] token ids by falling logit, equal logits by rising id.
+def falling(x: Tensor, most: int | None = None) -> Tensor:
+    """[r, V] token ids by falling logit, equal logits by rising id; [r, most] for the first few.
 
     One integer key holds both, so any sort will do, and the fastest one is used.
     """
@@ -290,7 +290,9 @@ def _falling(x: Tensor) -> Tensor:
     place = ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))  # rises as the logit falls
     ids = torch.arange(x.shape[1], device=x.device)
     keys = (place.to(torch.int64) << 32) | ids
-    if keys.device.type == "cpu":
+    if most is not None:
+        keys = keys.topk(most, largest=False).values
+    elif keys.device.type == "cpu":
         keys = torch.from_numpy(np.sort(keys.numpy(), axis=1))  # vectorised, 15 times torch's
     else:
         keys = keys.sort(dim=1).values
