@@ -14,7 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sgl_spec.contradictions import DRAFT_TOKENS, contradiction, unused
+from sgl_spec.contradictions import (
+    DRAFT_TOKENS,
+    SampledShape,
+    contradiction,
+    sampled_shape,
+    unused,
+)
 from sgl_spec.errors import ConfigError
 from sgl_spec.options import (
     NOT_EMPTY,
@@ -25,6 +31,7 @@ from sgl_spec.options import (
     convert,
     declared,
     flag_table,
+    fraction,
     option,
     split_unknown,
 )
@@ -270,12 +277,36 @@ class ServerArgs:
         help="Draft depth of a plug-in drafter; refused with NGRAM.",
         group="speculation",
         check=at_least(1),
+        unset="the drafter decides; sampled: one less than the tree's nodes",
     )
     speculative_eagle_topk: int | None = option(
         None,
         help="Branches per draft step of a plug-in drafter; refused with NGRAM.",
         group="speculation",
         check=at_least(1),
+        unset="the drafter decides; sampled: 1",
+    )
+    speculative_accept_threshold_single: float = option(
+        1.0,
+        help="Below 1 LOSSY: accept every draft that the target gives at least this probability.",
+        group="speculation",
+        check=fraction(),
+    )
+    speculative_accept_threshold_acc: float = option(
+        1.0,
+        help="Below 1 LOSSY: divide the target's chance of accepting drafts by this.",
+        group="speculation",
+        check=fraction(),
+    )
+    speculative_use_rejection_sampling: bool = option(
+        False,
+        help="Sample the drafts and judge them by p/q, on chains and trees; refused with NGRAM.",
+        group="speculation",
+    )
+    speculative_use_block_verification: bool = option(
+        False,
+        help="Rejection sampling that judges a chain of drafts as a whole; refused with NGRAM.",
+        group="speculation",
     )
 
     without_effect: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
@@ -347,9 +378,16 @@ class ResolvedArgs(ServerArgs):
         """Most nodes that one request verifies in a round: 1 (the root) without speculation."""
         return self.speculative_num_draft_tokens or 1 if self.speculative_algorithm else 1
 
+    @property
+    def sampled_shape(self) -> SampledShape | None:
+        """The shape of trees whose tokens are sampled; None where the drafter chooses its trees."""
+        return sampled_shape(self)
+
 
 def _decide(args: ServerArgs) -> dict[str, Any]:
     drafting = args.speculative_algorithm is not None
+    shape = sampled_shape(args)
+    nodes = shape.nodes if shape else DRAFT_TOKENS if drafting else None
     if drafting and args.max_running_requests is None:
         logger.warning(
             "--max-running-requests is not set; with speculation it is %d.",
@@ -361,7 +399,9 @@ def _decide(args: ServerArgs) -> dict[str, Any]:
         "max_running_requests": RUNNING_REQUESTS_WITH_SPECULATION if drafting else RUNNING_REQUESTS,
         "chunked_prefill_size": CHUNK_TOKENS_CUDA if args.device == "cuda" else CHUNK_TOKENS,
         "random_seed": secrets.randbits(31),
-        "speculative_num_draft_tokens": DRAFT_TOKENS if drafting else None,
+        "speculative_num_draft_tokens": nodes,
+        "speculative_num_steps": shape.steps if shape else None,
+        "speculative_eagle_topk": shape.topk if shape else None,
     }
 
 

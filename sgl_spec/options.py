@@ -8,6 +8,7 @@ range, so that both ways in give the same sentence.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -37,6 +38,11 @@ def at_least(low: int) -> Check:
 def between(low: int, high: int) -> Check:
     """An integer within both bounds."""
     return Check(f"an integer from {low} to {high}", lambda value: bool(low <= value <= high))
+
+
+def fraction() -> Check:
+    """A number from 0 to 1."""
+    return Check("a number from 0 to 1", lambda value: bool(0 <= value <= 1))
 
 
 NOT_EMPTY = Check("a non-empty string", bool)
@@ -106,7 +112,12 @@ class Declared:
             return "one of " + ", ".join(self.about.choices)
         if self.about.check is not None:
             return self.about.check.allowed
-        return {int: "an integer", str: "a string", bool: "true or false"}[self.kind]
+        return {
+            int: "an integer",
+            float: "a number",
+            str: "a string",
+            bool: "true or false",
+        }[self.kind]
 
 
 def flag_of(name: str) -> str:
@@ -157,6 +168,9 @@ def _typed(opt: Declared, value: object) -> object:
         return os.fspath(value)
     if opt.kind is int and isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value.strip()):
         return int(value)
+    if opt.kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
+            return float(value)
     if type(value) is opt.kind:
         return value
     refuse(opt, value)

@@ -36,7 +36,6 @@ _NO_GRAMMAR = "constrained output is not offered"
 _NO_GRAPHS = "there are no CUDA graphs to size or to turn off"
 _OTHER_DRAFTER = "NGRAM is the built-in drafter; others come from --speculative-drafter-module"
 _DRAFT_MODEL = "the NGRAM drafter has no model"
-_EXACT = "the text is always exactly the target's; leave it out"
 _ALL_SUFFIXES = "every suffix up to --speculative-ngram-max-trie-depth is matched"
 _NO_CORPUS = "the trie learns from the prompts and outputs that it serves"
 _SEEDED = "give each request a seed: equal seeds give equal tokens in any batch"
@@ -117,10 +116,6 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--speculative-draft-model-quantization": ForeignFlag(_DRAFT_MODEL),
     "--speculative-token-map": ForeignFlag(_DRAFT_MODEL),
     "--speculative-attention-mode": ForeignFlag(_ONE_ATTENTION, ("prefill",)),
-    "--speculative-accept-threshold-single": ForeignFlag(_EXACT, ("1", "1.0")),
-    "--speculative-accept-threshold-acc": ForeignFlag(_EXACT, ("1", "1.0")),
-    "--speculative-use-rejection-sampling": ForeignFlag(_EXACT, switch=True),
-    "--speculative-use-block-verification": ForeignFlag(_EXACT, switch=True),
     "--speculative-skip-dp-mlp-sync": ForeignFlag(_ONE_PROCESS, switch=True),
     "--speculative-adaptive": ForeignFlag(
         "the NGRAM gate already drops drafts that do not pay", switch=True

@@ -238,6 +238,7 @@ class ScriptedEngine:
             "page_size": 1,
             "speculative_algorithm": self.args.speculative_algorithm,
             "draft_tokens": 12,
+            "acceptance_rule": "follow",
             "memory": {"weight": 0.0, "kvcache": 0.0, "token_capacity": 100_000},
         }
 

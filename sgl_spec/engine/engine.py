@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 
 from sgl_spec.args import ResolvedArgs, ServerArgs
 from sgl_spec.engine.calibrate import CostMeter, measure_costs
+from sgl_spec.engine.drafting import make_drafter, rule_of, topology_of
 from sgl_spec.engine.kv_pool import ceil_page, floor_page
 from sgl_spec.engine.metrics import EngineCounters, RoundLog, Throughput
 from sgl_spec.engine.policy import tree_reserve
@@ -28,13 +27,6 @@ from sgl_spec.models.checkpoint import resolve_checkpoint
 from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.loader import load_model
 from sgl_spec.request import TokenizedRequest
-from sgl_spec.speculative import ngram
-from sgl_spec.speculative.base import (
-    Drafter,
-    DrafterContext,
-    build_drafter,
-    registered_drafters,
-)
 from sgl_spec.text import PROMPT_TAIL, StopMatcher, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -86,9 +78,10 @@ class Engine:
             use_cache=not args.disable_radix_cache,
         )
         kv = self.model.new_kv_cache(self.num_slots)
-        self.drafter = _make_drafter(args, rows, width, config.vocab_size)
+        self.rule = rule_of(args)
+        self.drafter = make_drafter(args, rows, width, config.vocab_size)
         costs = None
-        if self.drafter is not None:
+        if self.drafter is not None and not self.rule.samples:
             table = measure_costs(self.model, kv, max_rows=rows * args.tree_nodes)
             costs = CostMeter(table)
             shown = zip(table.rows, table.ms, strict=True)
@@ -100,6 +93,8 @@ class Engine:
             page_size=page,
             drafter=self.drafter,
             costs=costs,
+            rule=self.rule,
+            topology=topology_of(args),
         )
         limits = self._limits(rows, reserve, check_every_step)
         self.scheduler = Scheduler(worker, self.slots, limits, self.counters)
@@ -144,6 +139,7 @@ class Engine:
             "page_size": self.args.page_size,
             "speculative_algorithm": self.args.speculative_algorithm,
             "draft_tokens": self.args.tree_nodes,
+            "acceptance_rule": self.rule.name,
             "memory": {
                 "weight": self.model.weight_bytes / 1e9,
                 "kvcache": self.num_slots * self.model.kv_bytes_per_token / 1e9,
@@ -240,40 +236,3 @@ def _pool_slots(args: ResolvedArgs, model: Decoder, width: int) -> int:
             "free some, or give --max-total-tokens or a shorter --context-length."
         )
     return slots
-
-
-def _make_drafter(args: ResolvedArgs, rows: int, width: int, vocab_size: int) -> Drafter | None:
-    if args.speculative_algorithm is None:
-        return None
-    ngram.register()
-    if args.speculative_drafter_module is not None:
-        _import_module(args.speculative_drafter_module)
-    if args.speculative_algorithm not in registered_drafters():
-        raise ConfigError(
-            f"--speculative-algorithm must be none or one of "
-            f"{', '.join(registered_drafters())}, got {args.speculative_algorithm!r}."
-        )
-    context = DrafterContext(
-        num_rows=rows,
-        width=width,
-        draft_tokens=args.tree_nodes,
-        vocab_size=vocab_size,
-        options=args.drafter_options(),
-    )
-    return build_drafter(args.speculative_algorithm, context)
-
-
-def _import_module(name: str) -> None:
-    """Import a dotted module name or a .py file, for its registrations."""
-    try:
-        if not name.endswith(".py"):
-            importlib.import_module(name)
-            return
-        spec = importlib.util.spec_from_file_location(Path(name).stem, name)
-        assert spec is not None
-        assert spec.loader is not None
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    except (ImportError, OSError, SyntaxError) as error:
-        raise ConfigError(
-            f"--speculative-drafter-module {name} cannot be imported: {error}"
-        ) from error

@@ -31,8 +31,11 @@ from sgl_spec.layers.context import ForwardBatch, KVCache
 from sgl_spec.request import Logprobs, SamplingParams
 from sgl_spec.speculative.base import DraftBatch, Drafter
 from sgl_spec.speculative.penalties import TokenCounts
+from sgl_spec.speculative.propose import require_sampled
 from sgl_spec.speculative.prune import keep_nodes, prune
+from sgl_spec.speculative.rules import AcceptanceRule, FollowRule
 from sgl_spec.speculative.sampling import SamplingRows, build_rows
+from sgl_spec.speculative.topology import Topology
 from sgl_spec.speculative.tree import AcceptResult, TokenTree, narrow, root_only
 from sgl_spec.speculative.verify import sample_and_follow
 from sgl_spec_kernels.kv_move import move_kv_rows
@@ -46,7 +49,8 @@ class Worker:
     """Runs prefill chunks and speculation rounds for the scheduler.
 
     drafter None, or a batch without draft budget: trees are root-only and a round is plain
-    decoding. costs: measured forward times; None verifies whatever is drafted.
+    decoding. costs: measured forward times; None verifies whatever is drafted. rule: how drafts are
+    accepted; topology: the shape that sampled trees must have, where the rule asks for them.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class Worker:
         page_size: int,
         drafter: Drafter | None = None,
         costs: CostMeter | None = None,
+        rule: AcceptanceRule | None = None,
+        topology: Topology | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -65,6 +71,8 @@ class Worker:
         self.page_size = page_size
         self.drafter = drafter
         self.costs = costs
+        self.rule = rule or FollowRule()
+        self.topology = topology
         self.eos_ids = model.config.eos_token_ids
         self.tokens: npt.NDArray[np.int32] = np.zeros(table.host.shape, dtype=np.int32)
         self.logprobs = LogprobReader(model)
@@ -199,13 +207,14 @@ class Worker:
 
     def _decode(self, batch: DecodeBatch) -> StepOutput:
         rows, committed = torch.from_numpy(batch.rows), torch.from_numpy(batch.committed)
-        draft = DraftBatch(batch.rows, batch.committed + 1, batch.max_nodes, self.tokens)
+        sampling = self._sampling_rows(batch.rows)
+        lengths = batch.committed + 1
+        draft = DraftBatch(batch.rows, lengths, batch.max_nodes, self.tokens, sampling)
         tree = self._plan_tree(draft, batch.remaining)
         forward = tree_forward(tree, rows, committed, self.table.device)
         logits = self._verify(forward)
-        sampling = self._sampling_rows(batch.rows)
         offsets = forward.q_starts[:-1]
-        accepted = sample_and_follow(tree, logits, offsets, sampling, committed)
+        accepted = self.rule(tree, logits, offsets, sampling, committed)
         self._count(rows, accepted)
         self._keep_path(rows, committed, tree.width, accepted)
         self._round = (draft, tree, accepted)
@@ -217,6 +226,8 @@ class Worker:
             roots = draft.tokens[draft.rows, draft.lengths - 1].astype(np.int64)
             return root_only(torch.from_numpy(roots))
         tree = self.drafter.propose(draft)
+        if self.topology is not None:
+            require_sampled(tree, self.topology)
         if int(tree.num_nodes.max()) > 1:
             useful = tree.depths() < torch.from_numpy(remaining)[:, None]
             # Parents come first, so a tree may be cut anywhere; a drafter may forget its bound.

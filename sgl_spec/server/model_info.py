@@ -12,6 +12,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     max_request_tokens: most tokens of prompt and output together: the context, or less where the
     pool is smaller. generation_defaults: sampling values of the checkpoint's generation_config.
+    acceptance_rule: how drafted tokens are accepted.
     """
 
     model_dir: str
@@ -32,4 +33,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     speculative_algorithm: str | None
     draft_tokens: int | None
+    acceptance_rule: str
     memory: dict[str, Any]

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.noise import Stream, exponential, noise_bits, stream_keys
-from sgl_spec.speculative.sampling import SamplingRows
 from sgl_spec.speculative.topology import Topology
 from sgl_spec.speculative.tree import DraftProbs, TokenTree
 
@@ -40,7 +39,8 @@ class SampledTrees:
 
     def __init__(self, batch: DraftBatch, topology: Topology, ids: Tensor | None = None) -> None:
         assert batch.sampling is not None
-        self.rows = batch.sampling
+        self.seed = batch.sampling.seed
+        self.temperature = batch.sampling.temperature
         self.ids = ids
         self.lengths = torch.from_numpy(batch.lengths)
         self.num_nodes = torch.from_numpy(batch.max_nodes).clamp(max=topology.width)
@@ -69,8 +69,9 @@ class SampledTrees:
         request, kids = level.request, self._children[level.node]
         count = int((kids >= 0).sum(1).max())
         where = self.lengths[request] + level.depth
-        rows = self.rows.select(request)
-        picked, probs = draw_siblings(logits, rows, where, level.depth + 1, count, self.ids)
+        temperature, seed = self.temperature[request], self.seed[request]
+        keys = stream_keys(seed, where, Stream.PROPOSAL, level.depth + 1)
+        picked, probs = draw_siblings(logits, temperature, keys, count, self.ids)
         at, rank = torch.nonzero(
             (kids >= 0) & (kids < self.num_nodes[request][:, None]), as_tuple=True
         )
@@ -91,27 +92,33 @@ class SampledTrees:
         )
 
 
+def require_sampled(tree: TokenTree, topology: Topology) -> None:
+    """Raise `ValueError` if a drafter's trees are not samples of the prescribed shape: such a tree
+    would bias the text."""
+    if tree.width > topology.width:
+        raise ValueError(f"a sampled tree has at most {topology.width} nodes, got {tree.width}")
+    wanted = torch.tensor(topology.parents[: tree.width])
+    if bool(((tree.parents != wanted) & tree.used()).any()):
+        raise ValueError(f"sampled trees have the parents {list(topology.parents)}")
+    if tree.draft is None and int(tree.num_nodes.max()) > 1:
+        raise ValueError("sampled trees carry the distributions of their tokens (TokenTree.draft)")
+
+
 def draw_siblings(
-    logits: Tensor,
-    rows: SamplingRows,
-    positions: Tensor,
-    depth: int,
-    count: int,
-    ids: Tensor | None = None,
+    logits: Tensor, temperature: Tensor, keys: Tensor, count: int, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Draw `count` distinct tokens per row, one after the other without replacement: [R, count]
     tokens in that order, and the [R, W] float32 distributions q that the first came from.
 
-    logits: [R, W] float32, W at least `count`; q is their softmax at the request's temperature. A
-    greedy row takes its best tokens in order, and its q has all mass on the first. positions: [R]
-    int64, absolute position of the drawn tokens; depth: theirs, in the round. Where q has fewer
-    than `count` tokens with mass the last ones are arbitrary; no rule accepts them.
+    logits: [R, W] float32, W at least `count`; q is their softmax at temperature [R]. A greedy row
+    takes its best tokens in order, and its q has all mass on the first. keys: [R, 2], of the
+    noise. Where q has fewer than `count` tokens with mass the last ones are arbitrary; no rule
+    accepts them.
     """
     assert logits.shape[1] >= count, f"{count} distinct drafts out of {logits.shape[1]} tokens"
-    greedy = (rows.temperature == 0)[:, None]
-    q = (logits / rows.temperature[:, None].masked_fill(greedy, 1)).softmax(1)
+    greedy = (temperature == 0)[:, None]
+    q = (logits / temperature[:, None].masked_fill(greedy, 1)).softmax(1)
     tokens = torch.arange(logits.shape[1]) if ids is None else ids
-    keys = stream_keys(rows.seed, positions, Stream.PROPOSAL, depth)
     scores = exponential(noise_bits(keys, tokens.to(torch.int32))).div_(q)
     columns = torch.where(greedy, -logits, scores).topk(count, dim=1, largest=False).indices
     best = torch.zeros_like(q).scatter_(1, columns[:, :1], 1)

@@ -166,7 +166,10 @@ def narrow(tree: TokenTree) -> TokenTree:
     if width == tree.width:
         return tree
     scores = None if tree.scores is None else tree.scores[:, :width]
-    return TokenTree(tree.tokens[:, :width], tree.parents[:, :width], tree.num_nodes, scores)
+    draft = None
+    if tree.draft is not None:
+        draft = replace(tree.draft, row_of=tree.draft.row_of[:, :width])
+    return TokenTree(tree.tokens[:, :width], tree.parents[:, :width], tree.num_nodes, scores, draft)
 
 
 @dataclass(frozen=True, slots=True)

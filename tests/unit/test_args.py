@@ -62,7 +62,7 @@ def test_help_is_printed_and_exits_with_0(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("opt", OPTIONS.values(), ids=OPTIONS)
 def test_defaults_pass_their_own_check_and_flags_reach_their_field(opt: Any) -> None:
     assert opt.about.help.endswith(".")
-    value: Any = {str: "x", int: "2", bool: None}[opt.kind]
+    value: Any = {str: "x", int: "2", float: "0.5", bool: None}[opt.kind]
     if opt.about.choices:
         value = opt.about.choices[-1]
     if opt.name == "speculative_ngram_capacity":
@@ -70,8 +70,9 @@ def test_defaults_pass_their_own_check_and_flags_reach_their_field(opt: Any) -> 
     for flag in opt.flags:
         argv = [flag] if value is None else [flag, value]
         args = ServerArgs.from_cli(["--model-path", "m", *argv])
-        expected = {str: value, int: value and int(value) if opt.kind is int else None, bool: True}
-        wanted = "X" if opt.name == "speculative_algorithm" else expected[opt.kind]
+        wanted = True if value is None else opt.kind(value)
+        if opt.name == "speculative_algorithm":
+            wanted = "X"
         assert getattr(args, opt.name) == wanted
 
 
@@ -161,6 +162,57 @@ def test_a_module_allows_names_of_its_own() -> None:
     options = done.drafter_options()
     assert (options["num_steps"], options["num_draft_tokens"]) == (3, 12)
     assert "drafter_module" not in options
+
+
+PLUGIN = ["--speculative-algorithm", "mine", "--speculative-drafter-module", "my.drafters"]
+REJECTION, BLOCK = "--speculative-use-rejection-sampling", "--speculative-use-block-verification"
+STEPS, TOPK = "--speculative-num-steps", "--speculative-eagle-topk"
+NODES = "--speculative-num-draft-tokens"
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps", "topk", "nodes"),
+    [
+        ([REJECTION], 11, 1, 12),
+        ([BLOCK], 11, 1, 12),
+        ([REJECTION, STEPS, "3"], 3, 1, 4),
+        ([REJECTION, STEPS, "63"], 63, 1, 64),
+        ([REJECTION, NODES, "6"], 5, 1, 6),
+        ([REJECTION, STEPS, "8", NODES, "6"], 8, 1, 6),
+        ([REJECTION, TOPK, "4"], 11, 4, 12),
+        ([REJECTION, TOPK, "2", STEPS, "2"], 2, 2, 7),
+        ([REJECTION, TOPK, "4", STEPS, "5", NODES, "8"], 5, 4, 8),
+    ],
+)
+def test_sampled_drafts_have_a_shape_and_the_drafter_is_told(
+    flags: list[str], steps: int, topk: int, nodes: int
+) -> None:
+    done = parse(*PLUGIN, *flags)
+    shape = done.sampled_shape
+    assert shape is not None
+    assert (shape.steps, shape.topk, shape.nodes) == (steps, topk, nodes)
+    assert done.tree_nodes == nodes
+    options = done.drafter_options()
+    told = [options[name] for name in ("num_steps", "eagle_topk", "num_draft_tokens")]
+    assert told == [steps, topk, nodes]
+    assert done.resolve() == done
+
+
+def test_without_sampled_drafts_the_drafter_chooses_its_shape() -> None:
+    done = parse(*PLUGIN, TOPK, "4")
+    assert done.sampled_shape is None
+    options = done.drafter_options()
+    told = [options[name] for name in ("num_steps", "eagle_topk", "num_draft_tokens")]
+    assert told == [None, 4, 12]
+
+
+def test_thresholds_are_fractions_and_work_with_ngram() -> None:
+    single, acc = (f"--speculative-accept-threshold-{name}" for name in ("single", "acc"))
+    done = parse(*NGRAM, single, "0.25", acc, "0")
+    assert done.speculative_accept_threshold_single == 0.25
+    assert done.speculative_accept_threshold_acc == 0.0
+    assert parse().speculative_accept_threshold_acc == 1.0
+    assert ServerArgs(model_path="m", speculative_accept_threshold_acc=1).resolve() is not None
 
 
 @pytest.mark.parametrize(
@@ -278,6 +330,61 @@ REFUSED: list[tuple[list[str], str]] = [
         [*NGRAM, "--speculative-num-steps", "5"],
         "--speculative-num-steps 5 cannot be used with --speculative-algorithm NGRAM, "
         "which has no draft model; leave it out.",
+    ),
+    (
+        ["--speculative-accept-threshold-single", "1.5"],
+        "--speculative-accept-threshold-single must be a number from 0 to 1, got 1.5.",
+    ),
+    (
+        ["--speculative-accept-threshold-acc", "-0.1"],
+        "--speculative-accept-threshold-acc must be a number from 0 to 1, got -0.1.",
+    ),
+    (
+        ["--speculative-accept-threshold-acc", "nan"],
+        "--speculative-accept-threshold-acc must be a number from 0 to 1, got nan.",
+    ),
+    (
+        ["--speculative-accept-threshold-acc", "most"],
+        "--speculative-accept-threshold-acc must be a number from 0 to 1, got 'most'.",
+    ),
+    (
+        [*NGRAM, REJECTION],
+        "--speculative-use-rejection-sampling cannot be used with --speculative-algorithm NGRAM, "
+        "which copies its drafts and has no distribution to sample them from; leave it out.",
+    ),
+    (
+        [*NGRAM, BLOCK],
+        "--speculative-use-block-verification cannot be used with --speculative-algorithm NGRAM, "
+        "which copies its drafts and has no distribution to sample them from; leave it out.",
+    ),
+    (
+        [*PLUGIN, REJECTION, "--speculative-accept-threshold-acc", "0.9"],
+        "--speculative-use-rejection-sampling judges drafts by p/q and has no use for "
+        "--speculative-accept-threshold-acc 0.9; leave one of them out.",
+    ),
+    (
+        [*PLUGIN, BLOCK, "--speculative-accept-threshold-single", "0"],
+        "--speculative-use-block-verification judges drafts by p/q and has no use for "
+        "--speculative-accept-threshold-single 0.0; leave one of them out.",
+    ),
+    (
+        [*PLUGIN, BLOCK, TOPK, "2"],
+        "--speculative-use-block-verification judges chains: --speculative-eagle-topk must be 1, "
+        "got 2.",
+    ),
+    (
+        [*PLUGIN, REJECTION, STEPS, "3", NODES, "5"],
+        "--speculative-num-draft-tokens must be at most 4, what --speculative-num-steps 3 levels "
+        "of --speculative-eagle-topk 1 hold, got 5.",
+    ),
+    (
+        [*PLUGIN, REJECTION, STEPS, "2", TOPK, "2", NODES, "8"],
+        "--speculative-num-draft-tokens must be at most 7, what --speculative-num-steps 2 levels "
+        "of --speculative-eagle-topk 2 hold, got 8.",
+    ),
+    (
+        [*PLUGIN, REJECTION, STEPS, "64"],
+        "--speculative-num-steps must be at most 63 for a sampled chain, got 64.",
     ),
     (
         [*NGRAM, "--speculative-eagle-topk", "4"],

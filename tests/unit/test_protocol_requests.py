@@ -44,6 +44,7 @@ INFO = ModelInfo(
     page_size=1,
     speculative_algorithm=None,
     draft_tokens=None,
+    acceptance_rule="follow",
     memory={},
 )
 

@@ -1,0 +1,87 @@
+"""From flags to a drafter and the rule that judges its drafts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+
+from sgl_spec.args import ResolvedArgs
+from sgl_spec.contradictions import sampling_flag
+from sgl_spec.errors import ConfigError
+from sgl_spec.speculative import ngram
+from sgl_spec.speculative.base import (
+    Drafter,
+    DrafterContext,
+    build_drafter,
+    can_sample,
+    registered_drafters,
+)
+from sgl_spec.speculative.rules import AcceptanceRule, FollowRule, make_rule
+from sgl_spec.speculative.topology import Topology, topology
+
+
+def rule_of(args: ResolvedArgs) -> AcceptanceRule:
+    """The rule that the flags ask for."""
+    if args.speculative_algorithm is None:
+        return FollowRule()
+    return make_rule(
+        threshold_single=args.speculative_accept_threshold_single,
+        threshold_acc=args.speculative_accept_threshold_acc,
+        rejection=args.speculative_use_rejection_sampling,
+        block=args.speculative_use_block_verification,
+    )
+
+
+def topology_of(args: ResolvedArgs) -> Topology | None:
+    """The shape of the trees where drafts are sampled, else None."""
+    shape = args.sampled_shape
+    return None if shape is None else topology(shape.steps, shape.topk, shape.nodes)
+
+
+def make_drafter(args: ResolvedArgs, rows: int, width: int, vocab_size: int) -> Drafter | None:
+    """The drafter that the flags name, for `rows` requests of up to `width` tokens; `ConfigError`
+    if there is none, or if it cannot do what the flags ask."""
+    name = args.speculative_algorithm
+    if name is None:
+        return None
+    ngram.register()
+    if args.speculative_drafter_module is not None:
+        _import_module(args.speculative_drafter_module)
+    if name not in registered_drafters():
+        raise ConfigError(
+            f"--speculative-algorithm must be none or one of "
+            f"{', '.join(registered_drafters())}, got {name!r}."
+        )
+    context = DrafterContext(
+        num_rows=rows,
+        width=width,
+        draft_tokens=args.tree_nodes,
+        vocab_size=vocab_size,
+        options=args.drafter_options(),
+        topology=topology_of(args),
+    )
+    drafter = build_drafter(name, context)
+    flag = sampling_flag(args)
+    if flag is not None and not can_sample(drafter):
+        raise ConfigError(
+            f"{flag} needs a drafter that samples its drafts from a distribution and hands it "
+            f"over; {name} does not say that it does (`samples = True`)."
+        )
+    return drafter
+
+
+def _import_module(name: str) -> None:
+    """Import a dotted module name or a .py file, for its registrations."""
+    try:
+        if not name.endswith(".py"):
+            importlib.import_module(name)
+            return
+        spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+        assert spec is not None
+        assert spec.loader is not None
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except (ImportError, OSError, SyntaxError) as error:
+        raise ConfigError(
+            f"--speculative-drafter-module {name} cannot be imported: {error}"
+        ) from error
