@@ -1,0 +1,88 @@
+"""Every example runs and does what its first line says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from serving import ROOT, Launch, Server
+from solo import Solo
+from talk import accepted, drained, generate
+
+EXAMPLES = ROOT / "examples"
+GREEDY = {"temperature": 0}
+QUESTION = "one, two, three, four, one, two, three, four, one, two,"
+
+
+def run(name: str, *args: str, url: str = "") -> str:
+    """The output of an example."""
+    done = subprocess.run(
+        [sys.executable, f"examples/{name}", *args],
+        cwd=ROOT,
+        env=os.environ | {"SGL_SPEC_URL": url},
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode()  # not text mode: the tiny model says carriage returns
+
+
+@pytest.fixture(scope="module")
+def server(launch_shared: Launch) -> Server:
+    """Serves with the drafter of `custom_drafter.py`."""
+    return launch_shared(
+        *("--speculative-drafter-module", "examples/custom_drafter.py"),
+        *("--speculative-algorithm", "PROMPT_LOOKUP"),
+    )
+
+
+def test_every_example_is_run_here() -> None:
+    tested = {"chat_openai.py", "stream_generate.py", "offline.py", "custom_drafter.py"}
+    assert {path.name for path in EXAMPLES.iterdir() if path.suffix} == tested
+
+
+def test_custom_drafter(server: Server, tiny_model_dir: Path) -> None:
+    """Its text is the plain text, and it does draft."""
+    solo = Solo(tiny_model_dir)
+    prompts = [QUESTION, [5, 6, 7], list(range(60, 73)) * 3, [9]]
+    replies = [generate(server, p, max_new_tokens=80, **GREEDY) for p in prompts]
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert reply["output_ids"] == solo.ids(prompt, max_new_tokens=80, **GREEDY)
+    assert sum(map(accepted, replies)) > 0
+    drained(server)
+
+
+def test_stream_generate(server: Server) -> None:
+    output = run("stream_generate.py", QUESTION, "--max-new-tokens", "40", url=server.url)
+    reply = generate(server, QUESTION, max_new_tokens=40, **GREEDY)
+    text, figures = output.rsplit("\n[40 tokens, finish: length]\n", 1)
+    assert text == reply["text"]
+    rounds = reply["meta_info"]["spec_verify_ct"]
+    assert figures.startswith(f"[{rounds} rounds, accept length ")
+
+
+def test_chat_openai(server: Server) -> None:
+    options = ("--temperature", "0", "--max-tokens", "24")
+    output = run("chat_openai.py", *options, "Name three rivers.", url=server.url)
+    request = {
+        "messages": [{"role": "user", "content": "Name three rivers."}],
+        "temperature": 0,
+        "max_tokens": 24,
+    }
+    reply = server.client.post("/v1/chat/completions", json=request).json()
+    usage = f"[{reply['usage']['prompt_tokens']} + 24 tokens]"
+    assert output == f"{reply['choices'][0]['message']['content']}\n{usage}\n"
+
+
+def test_offline(tiny_model_dir: Path) -> None:
+    output = run("offline.py", "--model-path", str(tiny_model_dir), "--max-new-tokens", "32")
+    solo = Solo(tiny_model_dir)
+    text = solo.run(QUESTION, max_new_tokens=32, **GREEDY).text
+    assert f"{QUESTION!r} -> {text!r}" in output
+    rounds = re.findall(r"32 tokens in (\d+) rounds, the same text", output)
+    assert len(rounds) == 2
+    assert all(1 <= int(n) <= 31 for n in rounds)
