@@ -22,6 +22,8 @@ from sgl_spec.messages import OutputChunk
 from sgl_spec.request import (
     SEED_BITS,
     FinishReason,
+    LogprobParams,
+    Logprobs,
     SamplingParams,
     SpecStats,
     TokenizedRequest,
@@ -34,7 +36,9 @@ Params = SamplingParams | Mapping[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished request. seed: the one used, so that the text can be drawn again."""
+    """A finished request. seed: the one used, so that the text can be drawn again. logprobs: those
+    of output_ids; prompt_logprobs: those of the prompt behind `logprob_start_len`; None unless
+    asked for."""
 
     text: str
     output_ids: list[int]
@@ -43,6 +47,8 @@ class Completion:
     cached_tokens: int
     seed: int
     spec: SpecStats | None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 class LLM:
@@ -62,32 +68,39 @@ class LLM:
         return list(self.engine.tokenizer.encode(text).ids)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Params | Sequence[Params] = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Params | Sequence[Params] = None,
+        logprobs: LogprobParams | Sequence[LogprobParams | None] | None = None,
     ) -> list[Completion]:
         """Complete one prompt or several (texts or id lists) together; results in their order.
 
-        sampling: one for all or one each; a mapping names fields of `SamplingParams`. Raises
+        sampling: one for all or one each; a mapping names fields of `SamplingParams`. logprobs:
+        what to report of log-probabilities, one for all or one each; None is nothing. Raises
         `InvalidRequestError` before anything runs if a prompt or a field cannot be served.
         """
         batch = _as_batch(prompts)
-        params = _per_prompt(sampling, len(batch))
-        if len(params) != len(batch):
-            raise InvalidRequestError(
-                f"sampling has {len(params)} entries for {len(batch)} prompts.", param="sampling"
-            )
+        params = _per_prompt("sampling", sampling, SamplingParams | Mapping, len(batch))
+        asks = _per_prompt("logprobs", logprobs, LogprobParams, len(batch))
         with self._lock:
-            requests = [self._request(p, s) for p, s in zip(batch, params, strict=True)]
+            requests = [self._request(*one) for one in zip(batch, params, asks, strict=True)]
             chunks = self._run(requests)
         return [self._completion(request, chunks[request.rid]) for request in requests]
 
-    def _request(self, prompt: Prompt, params: Params) -> TokenizedRequest:
+    def _request(
+        self, prompt: Prompt, params: Params, logprobs: LogprobParams | None
+    ) -> TokenizedRequest:
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         sampling = _as_params(params)
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(SEED_BITS))
         self._check(ids, sampling)
+        if logprobs is not None:
+            logprobs.check(self.engine.model.config.vocab_size, len(ids))
         self._serial += 1
-        return TokenizedRequest(rid=f"offline-{self._serial}", input_ids=ids, sampling=sampling)
+        return TokenizedRequest(
+            rid=f"offline-{self._serial}", input_ids=ids, sampling=sampling, logprobs=logprobs
+        )
 
     def _check(self, ids: list[int], sampling: SamplingParams) -> None:
         vocab = self.engine.model.config.vocab_size
@@ -129,6 +142,8 @@ class LLM:
             cached_tokens=chunk.cached_tokens,
             seed=request.sampling.seed,
             spec=chunk.spec,
+            logprobs=chunk.logprobs,
+            prompt_logprobs=chunk.prompt_logprobs,
         )
 
     def _text(self, request: TokenizedRequest, chunk: OutputChunk, finish: FinishReason) -> str:
@@ -143,10 +158,14 @@ class LLM:
         return text.finish(chunk.ids, finish.matched)
 
 
-def _per_prompt(sampling: Params | Sequence[Params], count: int) -> list[Params]:
-    if sampling is None or isinstance(sampling, SamplingParams | Mapping):
-        return [sampling] * count
-    return list(sampling)
+def _per_prompt(name: str, value: Any, single: Any, count: int) -> list[Any]:
+    """One value per prompt. single: the types that are one value for all, as None is."""
+    values = [value] * count if value is None or isinstance(value, single) else list(value)
+    if len(values) != count:
+        raise InvalidRequestError(
+            f"{name} has {len(values)} entries for {count} prompts.", param=name
+        )
+    return values
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -182,6 +182,12 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
     _rules(tokenizer)
 
 
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """The bytes of one token inside a text, special tokens included; none for an id that is no
+    token."""
+    return _pieces(tokenizer, False).piece(token_id) or b""
+
+
 class IncrementalDecoder:
     """Turns tokens into text piecewise; all pieces and `flush` together are the whole text.
 

@@ -28,7 +28,7 @@ from sgl_spec.messages import (
     Submit,
     ToEngine,
 )
-from sgl_spec.request import FinishReason, TokenizedRequest
+from sgl_spec.request import FinishReason, Logprobs, TokenizedRequest
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +59,15 @@ class Update(msgspec.Struct, frozen=True):
     """News of one request of a ticket.
 
     index: its place in the ticket. ids: tokens since the last update. chunk: the latest chunk,
-    whose counts hold; its own `ids` are part of `ids`.
+    whose counts hold; its own `ids` are part of `ids`. logprobs: those of `ids`; prompt_logprobs:
+    those of the prompt, once; both empty unless asked for.
     """
 
     index: int
     ids: list[int]
     chunk: OutputChunk
+    logprobs: Logprobs = msgspec.field(default_factory=Logprobs)
+    prompt_logprobs: Logprobs = msgspec.field(default_factory=Logprobs)
 
 
 class Record:
@@ -73,6 +76,7 @@ class Record:
     __slots__ = (
         *("request", "ticket", "index", "group"),
         *("arrival", "last", "ids", "latest", "ended"),
+        *("logprobs", "prompt_logprobs"),
     )
 
     def __init__(
@@ -87,6 +91,8 @@ class Record:
         self.last: float | None = None
         self.ids: list[int] = []
         self.latest: OutputChunk | None = None
+        self.logprobs = Logprobs()
+        self.prompt_logprobs = Logprobs()
 
 
 class Ticket:
@@ -146,6 +152,10 @@ class Ticket:
             self._fresh.append(record)
         record.latest = chunk
         record.ids += chunk.ids
+        if chunk.logprobs is not None:
+            record.logprobs.extend(chunk.logprobs)
+        if chunk.prompt_logprobs is not None:
+            record.prompt_logprobs.extend(chunk.prompt_logprobs)
         self._running -= chunk.finish is not None
         self._wake()
 
@@ -156,8 +166,11 @@ class Ticket:
 
 def _take(record: Record) -> Update:
     assert record.latest is not None
-    update = Update(record.index, record.ids, record.latest)
+    update = Update(
+        record.index, record.ids, record.latest, record.logprobs, record.prompt_logprobs
+    )
     record.ids, record.latest = [], None
+    record.logprobs, record.prompt_logprobs = Logprobs(), Logprobs()
     return update
 
 

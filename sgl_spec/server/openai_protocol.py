@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from sgl_spec.errors import InvalidRequestError, NotFoundError
+from sgl_spec.request import LogprobParams
 from sgl_spec.server.fields import (
     BOOLEAN,
     INTEGER,
@@ -27,6 +28,8 @@ from sgl_spec.server.fields import (
 )
 from sgl_spec.server.requests import Asked, check_choices
 from sgl_spec.server.sampling import OPENAI, SamplingDefaults, sampling_of
+
+MAX_OPENAI_LOGPROBS = 20
 
 # Known to both routes beside the sampling fields.
 _SHARED: Table = OPENAI | {
@@ -65,7 +68,7 @@ COMPLETIONS: Table = _SHARED | {
     "max_tokens": Use(INTEGER, 16, target="max_new_tokens"),
     "echo": Use(BOOLEAN, False),
     "rid": Use(STRINGS),
-    "logprobs": Refuse(),
+    "logprobs": Use(INTEGER),
     "suffix": Refuse(("",)),
     "best_of": Refuse((1,)),
 }
@@ -77,8 +80,8 @@ CHAT: Table = _SHARED | {
     "add_generation_prompt": Use(BOOLEAN),
     "chat_template_kwargs": Use(OBJECT),
     "rid": Use(STRING),
-    "logprobs": Refuse((False,)),
-    "top_logprobs": Refuse((0,)),
+    "logprobs": Use(BOOLEAN, False),
+    "top_logprobs": Use(INTEGER, 0),
     "tools": Refuse(([],)),
     "tool_choice": Refuse(("none", "auto")),
     "functions": Refuse(([],)),
@@ -126,7 +129,8 @@ class OpenAICall(msgspec.Struct, frozen=True, kw_only=True):
     """A checked body of either OpenAI route.
 
     echo: prompts to repeat in front of each completion's text; None without echo. meta_info,
-    spec_details: what finished choices tell besides, see `OpenAIReplies`.
+    spec_details: what finished choices tell besides, see `OpenAIReplies`. logprobs: whether choices
+    tell the log-probabilities of their tokens.
     """
 
     asked: list[Asked]
@@ -137,6 +141,7 @@ class OpenAICall(msgspec.Struct, frozen=True, kw_only=True):
     echo: list[str] | None = None
     meta_info: bool = False
     spec_details: bool = False
+    logprobs: bool = False
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,8 +183,12 @@ def read_completions(
         raise InvalidRequestError(f"prompt {problem}.", param="prompt")
     batch = isinstance(prompt, list) and not isinstance(prompt[0], int)
     prompts = prompt if batch else [prompt]
+    logprobs = None
+    if fields["logprobs"] is not None:
+        logprobs = _logprobs("logprobs", fields["logprobs"], start=0 if fields["echo"] else -1)
+    names = {"max_new_tokens": "max_tokens", "top_logprobs_num": "logprobs"}
     asked = [
-        _ask(one, f"prompt[{i}]" if batch else "prompt", fields, "max_tokens")
+        _ask(one, f"prompt[{i}]" if batch else "prompt", fields, names, logprobs)
         for i, one in enumerate(prompts)
     ]
     echo = [one if isinstance(one, str) else decode(one) for one in prompts]
@@ -197,18 +206,36 @@ def read_chat(
     check_model(fields["model"], served)
     text = render(_chat_prompt(fields))
     sent = isinstance(body, dict) and body.get("max_completion_tokens") is not None
-    asked = _ask(text, "messages", fields, "max_completion_tokens" if sent else "max_tokens")
+    budget = "max_completion_tokens" if sent else "max_tokens"
+    logprobs = _logprobs("top_logprobs", fields["top_logprobs"], start=-1)
+    if logprobs.top_logprobs_num and not fields["logprobs"]:
+        refuse("top_logprobs", "0 or left out unless logprobs is true", fields["top_logprobs"])
+    names = {"max_new_tokens": budget, "top_logprobs_num": "top_logprobs"}
+    asked = _ask(text, "messages", fields, names, logprobs if fields["logprobs"] else None)
     return _call(fields, [msgspec.structs.replace(asked, add_special_tokens=False)], None)
 
 
-def _ask(prompt: str | list[int], where: str, fields: dict[str, Any], budget: str) -> Asked:
+def _logprobs(name: str, top: int, start: int) -> LogprobParams:
+    if not 0 <= top <= MAX_OPENAI_LOGPROBS:
+        refuse(name, f"an integer from 0 to {MAX_OPENAI_LOGPROBS}", top)
+    return LogprobParams(top_logprobs_num=top, logprob_start_len=start)
+
+
+def _ask(
+    prompt: str | list[int],
+    where: str,
+    fields: dict[str, Any],
+    names: dict[str, str],
+    logprobs: LogprobParams | None,
+) -> Asked:
     check_choices(fields["n"], "n")
     return Asked(
         prompt=prompt,
         where=where,
         n=fields["n"],
         sampling=sampling_of(fields),
-        names={"max_new_tokens": budget, "min_new_tokens": "min_tokens"},
+        names=names | {"min_new_tokens": "min_tokens"},
+        logprobs=logprobs,
     )
 
 
@@ -223,6 +250,7 @@ def _call(fields: dict[str, Any], asked: list[Asked], echo: list[str] | None) ->
         echo=echo,
         meta_info=fields["return_meta_info"],
         spec_details=fields["return_spec_tokens_details"],
+        logprobs=asked[0].logprobs is not None,
     )
 
 

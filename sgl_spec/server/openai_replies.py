@@ -7,6 +7,10 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tokenizers import Tokenizer
+
+from sgl_spec.request import Logprobs
+from sgl_spec.server.logprobs import CompletionLogprobs, chat_logprobs
 from sgl_spec.server.openai_protocol import OpenAICall
 from sgl_spec.server.output import Output
 from sgl_spec.server.requests import Made
@@ -15,12 +19,14 @@ from sgl_spec.server.requests import Made
 class OpenAIReplies(abc.ABC):
     """What both routes share: the envelope, usage, and the order of a stream's events.
 
-    model: the name shown. cache_report: whether usage tells cached prompt tokens
-    (--enable-cache-report). speculating: whether finished requests report spec_* keys. Beyond
-    OpenAI's fields, a finished choice tells `matched_stop` (the stop string or token id) and `seed`
-    (which repeats this very choice when sent with n = 1); asked for by `return_meta_info`, it has
-    the `meta_info` of /generate. With `return_spec_tokens_details`, `sglext` of the reply, or of
-    a choice's last event, holds the spec_* keys: one object, or a list of one per choice.
+    model: the name shown. tokenizer: names the tokens of log-probabilities. cache_report: whether
+    usage tells cached prompt tokens (--enable-cache-report). speculating: whether finished requests
+    report spec_* keys.
+
+    Beyond OpenAI's fields, a finished choice tells `matched_stop` (the stop string or token id) and
+    `seed` (which repeats this very choice when sent with n = 1); asked for by `return_meta_info`,
+    it has the `meta_info` of /generate. With `return_spec_tokens_details`, `sglext` of the reply,
+    or of a choice's last event, holds the spec_* keys: one object, or a list of one per choice.
     """
 
     kind: str
@@ -31,6 +37,7 @@ class OpenAIReplies(abc.ABC):
         call: OpenAICall,
         made: Made,
         model: str,
+        tokenizer: Tokenizer,
         *,
         cache_report: bool,
         speculating: bool,
@@ -39,6 +46,7 @@ class OpenAIReplies(abc.ABC):
         self._prompt_of = made.prompt_of
         self._id = made.group or made.requests[0].rid
         self._model = model
+        self._tokenizer = tokenizer
         self._cache_report = cache_report
         self._speculating = speculating
         self._created = int(time.time())
@@ -47,7 +55,12 @@ class OpenAIReplies(abc.ABC):
     def whole(self, outputs: Sequence[Output]) -> Any:
         """The body of a reply that is no stream."""
         choices = [
-            {"index": index, **self.content(output, index), **self._ending(output)}
+            {
+                "index": index,
+                **self.content(output, index),
+                "logprobs": self._logprobs(output, index, output.ids),
+                **self._ending(output),
+            }
             for index, output in enumerate(outputs)
         ]
         usage = {"usage": self._usage(outputs)}
@@ -55,13 +68,15 @@ class OpenAIReplies(abc.ABC):
 
     def events(self, output: Output, index: int, new: str, ids: list[int]) -> Iterable[Any]:
         """The events of one update."""
-        parts = [] if index in self._begun else self.opening(index)
+        parts = [] if index in self._begun else self.opening(output, index)
         self._begun.add(index)
-        if new:
-            parts.append(self.delta(new))
-        choices = [{"index": index, **part, **_OPEN} for part in parts]
+        # Tokens whose text is held back, or is none, still have their log-probabilities.
+        if new or (ids and output.request.logprobs is not None):
+            parts.append(self.delta(new) | {"logprobs": self._logprobs(output, index, ids)})
+        choices = [{"index": index, "logprobs": None, **part, **_OPEN} for part in parts]
         if output.finish is not None:
-            choices.append({"index": index, **self.closing(), **self._ending(output)})
+            ending = {**self.closing(), "logprobs": None, **self._ending(output)}
+            choices.append({"index": index, **ending})
         counted = [output] if self._call.continuous_usage else None
         events = [self._event([choice], counted) for choice in choices]
         if output.finish is not None:
@@ -77,7 +92,7 @@ class OpenAIReplies(abc.ABC):
         """The text of a whole choice."""
 
     @abc.abstractmethod
-    def opening(self, index: int) -> list[dict[str, Any]]:
+    def opening(self, output: Output, index: int) -> list[dict[str, Any]]:
         """What a streamed choice starts with."""
 
     @abc.abstractmethod
@@ -87,6 +102,16 @@ class OpenAIReplies(abc.ABC):
     @abc.abstractmethod
     def closing(self) -> dict[str, Any]:
         """What stands beside the finish reason of a streamed choice."""
+
+    @abc.abstractmethod
+    def logprobs(self, output: Output, index: int, ids: list[int], new: Logprobs) -> dict[str, Any]:
+        """Log-probabilities `new` of `ids`, the choice's last tokens."""
+
+    def _logprobs(self, output: Output, index: int, ids: list[int]) -> dict[str, Any] | None:
+        if output.request.logprobs is None:
+            return None
+        new = output.logprobs.part(len(output.logprobs) - len(ids))
+        return self.logprobs(output, index, ids, new)
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -126,7 +151,6 @@ class OpenAIReplies(abc.ABC):
     def _ending(self, output: Output) -> dict[str, Any]:
         assert output.finish is not None
         ending: dict[str, Any] = {
-            "logprobs": None,
             "finish_reason": output.finish.kind,
             "matched_stop": output.finish.matched,
             "seed": output.request.sampling.seed,
@@ -143,7 +167,7 @@ class OpenAIReplies(abc.ABC):
         return {"sglext": {"spec_tokens_details": one_or_all}}
 
 
-_OPEN = {"logprobs": None, "finish_reason": None, "matched_stop": None}
+_OPEN = {"finish_reason": None, "matched_stop": None}
 
 
 class CompletionReplies(OpenAIReplies):
@@ -151,14 +175,25 @@ class CompletionReplies(OpenAIReplies):
 
     kind = chunk_kind = "text_completion"
 
+    def __init__(self, call: OpenAICall, made: Made, *args: Any, **options: Any) -> None:
+        super().__init__(call, made, *args, **options)
+        self._readers = [
+            CompletionLogprobs(request, self._tokenizer, self._echo(index))
+            for index, request in enumerate(made.requests if call.logprobs else ())
+        ]
+
     def content(self, output: Output, index: int) -> dict[str, Any]:
         """The text of a whole choice."""
         return {"text": self._echo(index) + output.text}
 
-    def opening(self, index: int) -> list[dict[str, Any]]:
+    def opening(self, output: Output, index: int) -> list[dict[str, Any]]:
         """The echoed prompt."""
         echo = self._echo(index)
-        return [{"text": echo}] if echo else []
+        if not echo:
+            return []
+        asked = output.request.logprobs is not None
+        logprobs = self._readers[index].prompt(output.prompt_logprobs) if asked else None
+        return [{"text": echo, "logprobs": logprobs}]
 
     def delta(self, text: str) -> dict[str, Any]:
         """New text."""
@@ -167,6 +202,15 @@ class CompletionReplies(OpenAIReplies):
     def closing(self) -> dict[str, Any]:
         """No text."""
         return {"text": ""}
+
+    def logprobs(self, output: Output, index: int, ids: list[int], new: Logprobs) -> dict[str, Any]:
+        """Parallel lists; in a whole reply with the echoed prompt's in front."""
+        reader = self._readers[index]
+        found = reader.new(ids, new)
+        if self._call.stream or not self._echo(index):
+            return found
+        prompt = reader.prompt(output.prompt_logprobs)
+        return {name: prompt[name] + values for name, values in found.items()}
 
     def _echo(self, index: int) -> str:
         return "" if self._call.echo is None else self._call.echo[self._prompt_of[index]]
@@ -183,7 +227,7 @@ class ChatReplies(OpenAIReplies):
         message = {"role": "assistant", "content": output.text, "tool_calls": None}
         return {"message": message}
 
-    def opening(self, index: int) -> list[dict[str, Any]]:
+    def opening(self, output: Output, index: int) -> list[dict[str, Any]]:
         """The role."""
         return [{"delta": {"role": "assistant", "content": ""}}]
 
@@ -194,3 +238,7 @@ class ChatReplies(OpenAIReplies):
     def closing(self) -> dict[str, Any]:
         """Nothing."""
         return {"delta": {}}
+
+    def logprobs(self, output: Output, index: int, ids: list[int], new: Logprobs) -> dict[str, Any]:
+        """One entry per token."""
+        return chat_logprobs(self._tokenizer, ids, new)

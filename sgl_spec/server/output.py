@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from sgl_spec.errors import InvalidRequestError, SglSpecError, UnavailableError
 from sgl_spec.messages import OutputChunk
-from sgl_spec.request import FinishReason, SpecStats, TokenizedRequest
+from sgl_spec.request import FinishReason, Logprobs, SpecStats, TokenizedRequest
 from sgl_spec.server.frontend import Update
 from sgl_spec.text import PROMPT_TAIL, OutputText
 
@@ -18,6 +18,7 @@ class Output:
     """What a request has given so far.
 
     ids: all tokens. text: what may be shown of the text. chunk: the latest counts, None before any.
+    logprobs: those of `ids`; prompt_logprobs: those of the prompt; both empty unless asked for.
     """
 
     def __init__(self, request: TokenizedRequest, tokenizer: Tokenizer) -> None:
@@ -26,6 +27,8 @@ class Output:
         self.ids: list[int] = []
         self.text = ""
         self.chunk: OutputChunk | None = None
+        self.logprobs = Logprobs()
+        self.prompt_logprobs = Logprobs()
         self._decoder = OutputText(
             tokenizer,
             sampling.stop,
@@ -43,6 +46,8 @@ class Output:
         """Take an update; the text it adds."""
         self.chunk = update.chunk
         self.ids += update.ids
+        self.logprobs.extend(update.logprobs)
+        self.prompt_logprobs.extend(update.prompt_logprobs)
         finish = update.chunk.finish
         if finish is None:
             new = self._decoder.push(update.ids)

@@ -6,24 +6,37 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+from tokenizers import Tokenizer
 
 from sgl_spec.errors import InvalidRequestError
+from sgl_spec.request import LogprobParams, TokenizedRequest
 from sgl_spec.server.fields import (
     BOOLEAN,
     ID_LISTS,
+    INTEGER,
     OBJECTS,
     STRING,
     STRINGS,
     Ignore,
+    Kind,
     Refuse,
     Table,
     Use,
+    list_of,
     read_object,
+    refuse,
 )
+from sgl_spec.server.logprobs import NativeLogprobs
 from sgl_spec.server.output import Output
 from sgl_spec.server.requests import Asked, check_choices
 from sgl_spec.server.sampling import NATIVE, sampling_of
 
+FLAGS = Kind(
+    "true, false or a list of these", lambda v: BOOLEAN.accepts(v) or list_of(BOOLEAN.accepts)(v)
+)
+INTEGERS = Kind(
+    "an integer or a list of integers", lambda v: INTEGER.accepts(v) or list_of(INTEGER.accepts)(v)
+)
 GENERATE: Table = {
     "text": Use(STRINGS),
     "input_ids": Use(ID_LISTS),
@@ -31,9 +44,11 @@ GENERATE: Table = {
     "rid": Use(STRINGS),
     "stream": Use(BOOLEAN, False),
     "return_prompt_token_ids": Use(BOOLEAN, False),
-    "return_logprob": Refuse((False,)),
-    "top_logprobs_num": Refuse((0,)),
-    "token_ids_logprob": Refuse(([],)),
+    "return_logprob": Use(FLAGS, False),
+    "logprob_start_len": Use(INTEGERS, -1),
+    "top_logprobs_num": Use(INTEGERS, 0),
+    "token_ids_logprob": Use(ID_LISTS, ()),
+    "return_text_in_logprobs": Use(BOOLEAN, False),
     "return_hidden_states": Refuse((False,)),
     "return_routed_experts": Refuse((False,)),
     "return_entropy": Refuse((False,)),
@@ -54,9 +69,6 @@ GENERATE: Table = {
     "bootstrap_port": Refuse(),
     "bootstrap_room": Refuse(),
     "data_parallel_rank": Refuse((0,)),
-    # Only read together with log-probabilities, which are refused above.
-    "logprob_start_len": Ignore(),
-    "return_text_in_logprobs": Ignore(),
     # Order of service and logging; never the text.
     "priority": Ignore(),
     "log_metrics": Ignore(),
@@ -78,23 +90,27 @@ DETOKENIZE: Table = {
 
 
 class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked /generate body. batch: answer with a list, and with "index" in streams."""
+    """A checked /generate body. batch: answer with a list, and with "index" in streams.
+    logprob_texts: whether log-probabilities tell the text of their tokens."""
 
     asked: list[Asked]
     rid: str | list[str] | None
     stream: bool
     batch: bool
     prompt_ids: bool
+    logprob_texts: bool
 
 
 def read_generate(body: object) -> GenerateCall:
     """Check a /generate body; raises `InvalidRequestError` naming the field."""
     fields = read_object(body, GENERATE)
     where, prompts, batch = _prompts(fields)
+    samplings = _samplings(fields["sampling_params"], len(prompts), batch)
+    logprobs = _logprobs(fields, len(prompts), batch)
     asked = [
-        _ask(prompt, f"{where}[{i}]" if batch else where, sampling)
-        for i, (prompt, sampling) in enumerate(
-            zip(prompts, _samplings(fields["sampling_params"], len(prompts), batch), strict=True)
+        _ask(prompt, f"{where}[{i}]" if batch else where, sampling, wanted)
+        for i, (prompt, sampling, wanted) in enumerate(
+            zip(prompts, samplings, logprobs, strict=True)
         )
     ]
     several = batch or any(item.n > 1 for item in asked)
@@ -109,6 +125,7 @@ def read_generate(body: object) -> GenerateCall:
         stream=fields["stream"],
         batch=several,
         prompt_ids=fields["return_prompt_token_ids"],
+        logprob_texts=fields["return_text_in_logprobs"],
     )
 
 
@@ -139,9 +156,53 @@ def _samplings(value: Any, count: int, batch: bool) -> list[dict[str, Any]]:
     return [read_object(item, NATIVE, f"sampling_params[{i}]") for i, item in enumerate(value)]
 
 
-def _ask(prompt: str | list[int], where: str, sampling: dict[str, Any]) -> Asked:
+def _logprobs(fields: dict[str, Any], count: int, batch: bool) -> list[LogprobParams | None]:
+    """What each prompt asks for; a list of lists in `token_ids_logprob`, or a list in one of the
+    other fields, holds one value per prompt of a batch."""
+    ids = fields["token_ids_logprob"]
+    wanted = _each("return_logprob", fields["return_logprob"], count, batch)
+    starts = _each("logprob_start_len", fields["logprob_start_len"], count, batch)
+    tops = _each("top_logprobs_num", fields["top_logprobs_num"], count, batch)
+    shared = not ids or isinstance(ids[0], int)
+    ids = [ids] * count if shared else _each("token_ids_logprob", ids, count, batch)
+    if not any(wanted):
+        for name, values in (("top_logprobs_num", tops), ("token_ids_logprob", ids)):
+            if any(values):
+                refuse(name, "left out unless return_logprob is true", fields[name])
+    return [
+        LogprobParams(
+            logprob_start_len=start, top_logprobs_num=top, token_ids_logprob=tuple(tokens)
+        )
+        if want
+        else None
+        for want, start, top, tokens in zip(wanted, starts, tops, ids, strict=True)
+    ]
+
+
+def _each(name: str, value: Any, count: int, batch: bool) -> list[Any]:
+    """One value per prompt."""
+    if not isinstance(value, list):
+        return [value] * count
+    if not batch or len(value) != count:
+        raise InvalidRequestError(
+            f"{name} must hold one value, or one per prompt of a batch; got {len(value)} for "
+            f"{count} prompt{'s' * (count > 1)}.",
+            param=name,
+        )
+    return value
+
+
+def _ask(
+    prompt: str | list[int], where: str, sampling: dict[str, Any], logprobs: LogprobParams | None
+) -> Asked:
     check_choices(sampling["n"], "n")
-    return Asked(prompt=prompt, where=where, n=sampling["n"], sampling=sampling_of(sampling))
+    return Asked(
+        prompt=prompt,
+        where=where,
+        n=sampling["n"],
+        sampling=sampling_of(sampling),
+        logprobs=logprobs,
+    )
 
 
 class GenerateReplies:
@@ -151,10 +212,14 @@ class GenerateReplies:
     (--incremental-streaming-output). speculating: whether finished requests report spec_* keys.
     """
 
-    def __init__(self, call: GenerateCall, *, incremental: bool, speculating: bool) -> None:
+    def __init__(
+        self, call: GenerateCall, tokenizer: Tokenizer, *, incremental: bool, speculating: bool
+    ) -> None:
         self._call = call
+        self._tokenizer = tokenizer
         self._incremental = incremental
         self._speculating = speculating
+        self._logprobs: dict[str, NativeLogprobs] = {}
 
     def whole(self, outputs: Sequence[Output]) -> Any:
         """The body of a reply that is no stream."""
@@ -164,7 +229,7 @@ class GenerateReplies:
     def events(self, output: Output, index: int, new: str, ids: list[int]) -> Iterable[Any]:
         """The events of one update."""
         if self._incremental:
-            event = self._reply(output, new, ids)
+            event = self._reply(output, new, ids, fresh=len(ids))
         else:
             event = self._reply(output, output.text, output.ids)
         if self._call.batch:
@@ -175,12 +240,21 @@ class GenerateReplies:
         """The events after all outputs have ended."""
         return ()
 
-    def _reply(self, output: Output, text: str, ids: list[int]) -> dict[str, Any]:
-        reply = {
-            "text": text,
-            "output_ids": ids,
-            "meta_info": output.meta_info(speculating=self._speculating),
-        }
+    def _reply(
+        self, output: Output, text: str, ids: list[int], *, fresh: int | None = None
+    ) -> dict[str, Any]:
+        """fresh: the output tokens that log-probabilities are shown for, the last so many; None for
+        all."""
+        meta = output.meta_info(speculating=self._speculating)
+        if output.request.logprobs is not None:
+            meta |= self._logprobs_of(output.request).meta(output, fresh)
+        reply = {"text": text, "output_ids": ids, "meta_info": meta}
         if self._call.prompt_ids:
             reply["prompt_token_ids"] = output.request.input_ids
         return reply
+
+    def _logprobs_of(self, request: TokenizedRequest) -> NativeLogprobs:
+        if request.rid not in self._logprobs:
+            texts = self._call.logprob_texts
+            self._logprobs[request.rid] = NativeLogprobs(request, self._tokenizer, texts=texts)
+        return self._logprobs[request.rid]

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from sgl_spec.errors import InvalidRequestError
-from sgl_spec.request import SEED_BITS, SamplingParams, TokenizedRequest
+from sgl_spec.request import SEED_BITS, LogprobParams, SamplingParams, TokenizedRequest
 from sgl_spec.server.fields import preview
 from sgl_spec.server.model_info import ModelInfo
 from sgl_spec.server.tokenizer import ServerTokenizer
@@ -32,7 +32,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     sampling: fields of `SamplingParams`; "max_new_tokens" None means all the context left.
     names: what this route calls those fields where it has another name, for messages.
     where: the prompt's field. add_special_tokens: whether the tokenizer adds the special tokens
-    of a raw prompt (a chat template has written its own).
+    of a raw prompt (a chat template has written its own). logprobs: what to report of them.
     """
 
     prompt: str | list[int]
@@ -41,6 +41,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     n: int
     sampling: dict[str, Any]
     names: Mapping[str, str] = {}
+    logprobs: LogprobParams | None = None
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -106,6 +107,7 @@ class RequestMaker:
         for index, item in enumerate(asked):
             ids = await self.tokens(item)
             ids, sampling = self._fit(ids, item)
+            self._check_logprobs(item, len(ids))
             assert sampling.seed is not None
             for choice in range(item.n):
                 seeded = msgspec.structs.replace(sampling, seed=derive_seed(sampling.seed, choice))
@@ -116,6 +118,7 @@ class RequestMaker:
                         sampling=seeded,
                         stream=stream,
                         arrival=time.time(),
+                        logprobs=item.logprobs,
                     )
                 )
                 made.prompt_of.append(index)
@@ -165,6 +168,14 @@ class RequestMaker:
         budget = sampling.max_new_tokens - max(0, excess)
         minimum = min(sampling.min_new_tokens, budget)
         return ids, msgspec.structs.replace(sampling, max_new_tokens=budget, min_new_tokens=minimum)
+
+    def _check_logprobs(self, item: Asked, prompt_len: int) -> None:
+        if item.logprobs is None:
+            return
+        try:
+            item.logprobs.check(self._info.vocab_size, prompt_len)
+        except InvalidRequestError as error:
+            raise renamed(error, item.names) from None
 
     def _room(self, prompt_tokens: int) -> int:
         """The longest output after a prompt: the context, or the pool where that is smaller."""

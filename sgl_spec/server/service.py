@@ -56,7 +56,8 @@ class Service:
         self._metrics = metrics
         self._started = time.time()
         self._speculating = info.speculative_algorithm is not None
-        self._reports = {
+        self._reports: dict[str, Any] = {
+            "tokenizer": tokenizer.tokenizer,
             "cache_report": args.enable_cache_report,
             "speculating": self._speculating,
         }
@@ -74,6 +75,7 @@ class Service:
         made = await self._maker.make(call.asked, call.rid, stream=call.stream)
         replies = GenerateReplies(
             call,
+            self._tokenizer.tokenizer,
             incremental=self.args.incremental_streaming_output,
             speculating=self._speculating,
         )
