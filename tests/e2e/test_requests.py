@@ -278,9 +278,18 @@ class TestMetrics:
         rng = random.Random(9)
         prompts = (mixed_prompts(rng) * 4)[:100]
         before = self.scrape(server)
+        # Every other request is stopped by an id, many of them inside a block.
+        stops = [rng.sample(range(3, VOCAB), 30) if i % 2 else [] for i in range(100)]
         calls = [
-            functools.partial(generate, server, p, max_new_tokens=rng.randint(1, 60), **GREEDY)
-            for p in prompts
+            functools.partial(
+                generate,
+                server,
+                prompt,
+                max_new_tokens=rng.randint(1, 60),
+                stop_token_ids=stop,
+                **GREEDY,
+            )
+            for prompt, stop in zip(prompts, stops, strict=True)
         ]
         metas = [reply["meta_info"] for reply in together(calls)]
         after = self.scrape(server)
