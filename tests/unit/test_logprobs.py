@@ -216,6 +216,19 @@ def test_a_cached_prefix_is_used_up_to_the_first_position_asked_for(page: int) -
         assert rig.ends[str(start)].cached_tokens == usable // page * page
 
 
+def test_what_is_scored_is_not_computed_again() -> None:
+    """A request that resumes may find all of its text in the cache but the last token."""
+    rig = Rig(chunk=4)
+    req = rig.submit("a", [5] * 10, max_new_tokens=8, ignore_eos=True, logprobs=ALL)
+    assert (req.unscored, req.reusable) == (0, 0)
+    rig.step()
+    assert (req.unscored, req.reusable) == (4, 4)
+    while req.output_len < 3:
+        rig.step()
+    assert (req.unscored, req.reusable) == (13, 12)
+    rig.run()
+
+
 def test_a_prompt_that_cannot_use_the_cache_waits_for_nobody() -> None:
     rig = Rig(chunk=1000)
     prompt = [1 + i % 60 for i in range(60)]
@@ -246,8 +259,11 @@ def test_nobody_asking_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("log-probabilities were read")
 
-    monkeypatch.setattr("sgl_spec.engine.logprobs.read_logprobs", fail)
     rig = Rig(drafter="oracle", chunk=8)
+    rig.submit("before", [1] * 20, max_new_tokens=10, logprobs=ALL)
+    while rig.scheduler.has_work:
+        rig.step()
+    monkeypatch.setattr("sgl_spec.engine.logprobs.read_logprobs", fail)
     for i in range(4):
         rig.submit(str(i), [1 + i] * 20, max_new_tokens=10)
     rig.run()
