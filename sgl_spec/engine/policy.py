@@ -15,6 +15,10 @@ GROWTH_TOKENS = 64
 # pages.
 SHARED_PREFILL_TOKENS = 32
 
+# Waiting requests that one step looks at, from the head of the queue. Each costs a walk through the
+# prefix cache, which a long queue must not add to every token of those that run.
+TRIED_PER_STEP = 128
+
 
 @dataclass(frozen=True, slots=True)
 class PoolCounts:

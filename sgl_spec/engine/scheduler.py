@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
 
 from sgl_spec.engine.batch import Batch, DecodeBatch, PrefillBatch, StepOutput
+from sgl_spec.engine.grammar_jobs import TIMEOUT_S, CompileJob, GrammarJobs
 from sgl_spec.engine.metrics import EngineCounters
 from sgl_spec.engine.policy import (
+    TRIED_PER_STEP,
     Need,
     admission_order,
     can_admit,
@@ -25,6 +28,8 @@ from sgl_spec.engine.req import Phase, Req
 from sgl_spec.engine.slots import SlotManager
 from sgl_spec.messages import OutputChunk
 from sgl_spec.request import FinishReason, Logprobs
+
+GRAMMAR_WAIT_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +75,14 @@ class Scheduler:
         slots: SlotManager,
         limits: Limits,
         counters: EngineCounters,
+        grammars: GrammarJobs | None = None,
     ) -> None:
         self.worker = worker
         self.slots = slots
         self.limits = limits
         self.counters = counters
+        self.grammars = grammars
+        self.compiling: list[Req] = []  # in order of arrival
         self.waiting: deque[Req] = deque()
         self.running: list[Req] = []  # in admission order; phase PREFILL or DECODE
         self._ended: list[Req] = []
@@ -84,7 +92,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
-        return bool(self.waiting or self.running or self._ended)
+        return bool(self.compiling or self.waiting or self.running or self._ended)
 
     def submit(self, req: Req) -> None:
         """Queue a request, or end it at once when it can never run or the queue is full."""
@@ -92,8 +100,13 @@ class Scheduler:
         limit, rows = self.limits.max_queued, self.limits.max_running - len(self.running)
         if len(req.ids) + req.sampling.max_new_tokens > self.limits.max_request_tokens:
             self._refuse(req, 400, self._too_long(req))
-        elif limit is not None and len(self.waiting) >= limit + rows:
+        elif limit is not None and len(self.waiting) + len(self.compiling) >= limit + rows:
             self._refuse(req, 503, "The request queue is full.")
+        elif (grammar := req.sampling.grammar) is not None:
+            assert self.grammars is not None
+            req.job = self.grammars.submit(grammar)
+            req.phase = Phase.GRAMMAR
+            self.compiling.append(req)
         else:
             self.waiting.append(req)
 
@@ -103,14 +116,19 @@ class Scheduler:
         for req in [r for r in self._live() if rid is None or r.rid == rid]:
             if req.phase is Phase.WAITING:
                 self.waiting.remove(req)
+            elif req.phase is Phase.GRAMMAR:
+                self._stop_compiling(req)
             self.counters.aborted += 1
             self._end(req, FinishReason(kind="abort", message="Aborted"))
 
     def step(self) -> list[OutputChunk]:
         """One forward, and what there is to tell about it."""
+        self._take_compiled()
         self._admit()
         reqs, batch = self._next_batch()
-        if batch is not None:
+        if batch is None:
+            self._await_grammars()
+        else:
             output = self.worker.execute(batch)
             self._commit(reqs, batch, output)
         if self.limits.check_every_step:
@@ -120,31 +138,80 @@ class Scheduler:
     def flush(self) -> bool:
         """Drop cached prefixes and what the drafter has learned; False while requests are
         running."""
-        if self.waiting or self.running:
+        if self.compiling or self.waiting or self.running:
             return False
         self.slots.flush()
         self.worker.flush()
         return True
 
+    # --- grammars ---------------------------------------------------------------------------------
+
+    def _take_compiled(self) -> None:
+        """Let requests queue whose grammar is ready; refuse those whose grammar will not be."""
+        if not self.compiling:
+            return
+        assert self.grammars is not None
+        self.grammars.poll()
+        for req in list(self.compiling):
+            assert req.job is not None
+            if req.job.done:
+                self._take_grammar(req, req.job)
+            elif self.grammars.overdue(req.job):
+                self._refuse_grammar(req, f"takes longer than {TIMEOUT_S:g} s to compile")
+
+    def _take_grammar(self, req: Req, job: CompileJob) -> None:
+        if job.error is not None:
+            self._refuse_grammar(req, job.error)
+            return
+        assert self.grammars is not None
+        req.constraint = self.grammars.constraint(job, req.stop_ids)
+        self._stop_compiling(req)
+        req.phase = Phase.WAITING
+        self.waiting.append(req)
+
+    def _refuse_grammar(self, req: Req, reason: str) -> None:
+        grammar = req.sampling.grammar
+        assert grammar is not None
+        self._stop_compiling(req)
+        self._refuse(req, 400, f"{grammar.field} {reason}.")
+
+    def _stop_compiling(self, req: Req) -> None:
+        assert self.grammars is not None
+        assert req.job is not None
+        self.compiling.remove(req)
+        self.grammars.release(req.job)
+        req.job = None
+
+    def _await_grammars(self) -> None:
+        """With nothing else to do, wait a moment; messages are read between two steps."""
+        if self.grammars is not None and self.compiling and not (self.waiting or self._ended):
+            self.grammars.wait(GRAMMAR_WAIT_S)
+
     # --- admit ------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        if not self.waiting:
-            return
-        candidates = list(self.waiting)
-        cached = [self.slots.cached_len(req) for req in candidates]
-        for i in admission_order(cached, self.limits.schedule_policy):
+        for req in self._candidates():
             if len(self.running) >= self.limits.max_running or not self.slots.table.free_rows:
                 return
-            if self._should_share(candidates[i], cached[i]):
+            if self._should_share(req):
                 continue
-            if not self._try_admit(candidates[i]):
+            if not self._try_admit(req):
                 return
 
-    def _should_share(self, req: Req, cached: int) -> bool:
+    def _candidates(self) -> Iterator[Req]:
+        """The head of the queue, in the order in which its requests are tried."""
+        head = list(islice(self.waiting, TRIED_PER_STEP))
+        if self.limits.schedule_policy == "fcfs" or len(self.running) >= self.limits.max_running:
+            return iter(head)
+        cached = [self.slots.cached_len(req) for req in head]
+        return (head[i] for i in admission_order(cached, self.limits.schedule_policy))
+
+    def _should_share(self, req: Req) -> bool:
         filling = [r.ids for r in self.running if r.phase is Phase.PREFILL]
+        if not filling or not self.slots.use_cache:
+            return False
         sharable = req.ids[: req.reusable + 1]
-        return self.slots.use_cache and waits_for_prefix(sharable, cached, filling)
+        return waits_for_prefix(sharable, self.slots.cached_len(req), filling)
 
     def _try_admit(self, req: Req) -> bool:
         have = self.slots.pin_prefix(req)
@@ -278,7 +345,7 @@ class Scheduler:
 
     def _end(self, req: Req, reason: FinishReason) -> None:
         req.finish = reason
-        if req.phase is not Phase.WAITING:
+        if req.holding is not None:
             self._leave(req)
         self._ended.append(req)
 
@@ -301,6 +368,7 @@ class Scheduler:
         )
 
     def _live(self) -> Iterator[Req]:
+        yield from self.compiling
         yield from self.waiting
         yield from self.running
 

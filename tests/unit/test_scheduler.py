@@ -11,6 +11,7 @@ import torch
 from fakes import EOS, VOCAB, RandomDrafter
 from rig import CONTEXT, NODES, Rig
 
+from sgl_spec.engine.policy import TRIED_PER_STEP
 from sgl_spec.request import SamplingParams
 
 
@@ -304,3 +305,34 @@ def test_a_wrong_mask_or_slot_would_be_noticed() -> None:
     rig.run()
     params = SamplingParams(temperature=0.0, seed=1, max_new_tokens=10, ignore_eos=True)
     assert rig.outputs["a"] != rig.model.reference([1, 2, 3, 4], params)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_a_long_queue_costs_those_that_run_nothing(policy: str) -> None:
+    """A step in which nobody can be let in does not look at the queue."""
+    rig = Rig(rows=1, schedule_policy=policy)
+    for i in range(300):
+        rig.submit(str(i), [1 + i % 60, 2, 3], max_new_tokens=4, ignore_eos=True)
+    looks = 0
+
+    def count(name: str) -> None:
+        plain = getattr(rig.slots.cache, name)
+
+        def counted(*args: object) -> object:
+            nonlocal looks
+            looks += 1
+            return plain(*args)
+
+        setattr(rig.slots.cache, name, counted)
+
+    count("peek")
+    count("match")
+    rig.step()
+    assert 0 < looks <= TRIED_PER_STEP + 4
+    assert len(rig.scheduler.running) == 1
+    looks = 0
+    for _ in range(2):
+        rig.step()
+    assert looks <= 2, "publishing what was computed"
+    rig.run()
+    assert len(rig.ends) == 300
