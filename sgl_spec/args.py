@@ -215,6 +215,12 @@ class ServerArgs:
         group="scheduler",
         choices=("fcfs", "lpm"),
     )
+    grammar_backend: str = option(
+        "llguidance",
+        help="What keeps output to a JSON schema, regex or EBNF; `none` refuses such requests.",
+        group="scheduler",
+        choices=("llguidance", "none"),
+    )
     random_seed: int | None = option(
         None,
         help="Seed of the seeds drawn for requests without one.",

@@ -89,6 +89,7 @@ class ControlReply(msgspec.Struct, frozen=True, tag="control_reply"):
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """`ControlReply.data` of the op "state", as `msgspec.to_builtins` gives it.
 
+    `grammar_queued` counts requests whose grammar is being compiled; they are not among `queued`.
     Token counts are KV slots: used + cached + free == the pool. Names in `_total` only ever grow,
     from the start of the engine. The spec counts leave out tokens sampled by prefill;
     `spec_emitted_total` counts the tokens that rounds gave out (bonus included), entry i of the
@@ -102,6 +103,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     free_tokens: int
     held_tokens: int = 0
+    grammar_queued: int = 0
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     cached_tokens_total: int = 0

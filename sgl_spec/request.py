@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -16,6 +17,9 @@ MAX_LOGPROB_IDS = 1024
 # Bounds a reply: listed alternatives over all reported prompt positions.
 MAX_PROMPT_LOGPROBS = 1 << 21
 SEED_BITS = 63
+GrammarKind = Literal["json_schema", "regex", "ebnf"]
+GRAMMAR_KINDS: tuple[GrammarKind, ...] = ("json_schema", "regex", "ebnf")
+MAX_GRAMMAR_CHARS = 1 << 18
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,13 +29,23 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_draft_tokens: int
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What the output must match. field: what the client calls it, for messages."""
+
+    kind: GrammarKind
+    text: str
+    field: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is chosen and when the request ends.
 
     `temperature` 0 is greedy. `top_k` -1 keeps every token. Penalties count as
     `speculative.penalties` tells; `logit_bias` maps token ids to biases. `seed` None means: draw a
     random one and report it. `speculation` None drafts as much as the server does, False nothing.
-    Ranges are checked by `check`.
+    At most one of `json_schema` (text, or the schema itself), `regex` and `ebnf` constrains the
+    output; `grammar_field` is the name that messages give it where it is another one. Ranges are
+    checked by `check`.
     """
 
     max_new_tokens: int = 128
@@ -52,6 +66,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     no_stop_trim: bool = False
     seed: int | None = None
     speculation: bool | Speculation | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar_field: str | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the output must match, if anything."""
+        for kind in GRAMMAR_KINDS:
+            value = getattr(self, kind)
+            if value is not None:
+                text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                return Grammar(kind, text, self.grammar_field or kind)
+        return None
 
     @property
     def greedy(self) -> bool:
@@ -77,6 +105,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._check_filters()
         self._check_penalties(vocab_size)
         self._check_stops(vocab_size)
+        self._check_grammar()
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             _refuse("seed", self.seed, "a 64-bit signed integer")
         if self.speculation is True:
@@ -105,6 +134,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 _refuse("logit_bias", token, f"a map from token ids, 0 to {vocab_size - 1}")
             if not -MAX_BIAS <= bias <= MAX_BIAS:
                 _refuse("logit_bias", bias, f"a map to numbers in [{-MAX_BIAS:g}, {MAX_BIAS:g}]")
+
+    def _check_grammar(self) -> None:
+        given = [kind for kind in GRAMMAR_KINDS if getattr(self, kind) is not None]
+        if len(given) > 1:
+            raise InvalidRequestError(
+                f"{given[0]} and {given[1]} cannot both be given: an output has one grammar.",
+                param=given[1],
+            )
+        grammar = self.grammar
+        if grammar is not None and not 0 < len(grammar.text) <= MAX_GRAMMAR_CHARS:
+            raise InvalidRequestError(
+                f"{grammar.field} must be 1 to {MAX_GRAMMAR_CHARS} characters, got "
+                f"{len(grammar.text)}.",
+                param=grammar.field,
+            )
 
     def _check_stops(self, vocab_size: int) -> None:
         if len(self.stop) > MAX_STOP_STRINGS or "" in self.stop:

@@ -32,7 +32,7 @@ _ONE_PROCESS = "the model runs in one engine process; leave it out or set it to 
 _WEIGHTS = "load the checkpoint in its own dtype, or choose one with --dtype"
 _NO_LORA = "merge the adapter into the checkpoint first"
 _PLAIN_TEXT = "the reply's text is returned whole; parse it in the client"
-_NO_GRAMMAR = "constrained output is not offered"
+_JSON_BLANKS = "between tokens of JSON there is nothing, a space, or a line break and indentation"
 _NO_GRAPHS = "there are no CUDA graphs to size or to turn off"
 _OTHER_DRAFTER = "NGRAM is the built-in drafter; others come from --speculative-drafter-module"
 _DRAFT_MODEL = "the NGRAM drafter has no model"
@@ -69,8 +69,7 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--tool-call-parser": ForeignFlag(_PLAIN_TEXT),
     "--reasoning-parser": ForeignFlag(_PLAIN_TEXT),
     "--completion-template": ForeignFlag("send the whole prompt as text"),
-    "--grammar-backend": ForeignFlag(_NO_GRAMMAR, ("none",)),
-    "--constrained-json-whitespace-pattern": ForeignFlag(_NO_GRAMMAR),
+    "--constrained-json-whitespace-pattern": ForeignFlag(_JSON_BLANKS),
     "--attention-backend": ForeignFlag(_ONE_ATTENTION),
     "--prefill-attention-backend": ForeignFlag(_ONE_ATTENTION),
     "--decode-attention-backend": ForeignFlag(_ONE_ATTENTION),

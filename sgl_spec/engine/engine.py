@@ -14,6 +14,8 @@ import torch
 from sgl_spec.args import ResolvedArgs, ServerArgs
 from sgl_spec.engine.calibrate import CostMeter, measure_costs
 from sgl_spec.engine.drafting import make_drafter, rule_of, topology_of
+from sgl_spec.engine.grammar import Compile, make_compiler, refuse_all
+from sgl_spec.engine.grammar_jobs import GrammarJobs
 from sgl_spec.engine.kv_pool import ceil_page, floor_page
 from sgl_spec.engine.metrics import EngineCounters, RoundLog, Throughput
 from sgl_spec.engine.policy import tree_reserve
@@ -97,7 +99,14 @@ class Engine:
             topology=topology_of(args),
         )
         limits = self._limits(rows, reserve, check_every_step)
-        self.scheduler = Scheduler(worker, self.slots, limits, self.counters)
+        grammars = GrammarJobs(self._grammar_compiler(), config.vocab_size)
+        self.scheduler = Scheduler(worker, self.slots, limits, self.counters, grammars)
+
+    def _grammar_compiler(self) -> Compile:
+        if self.args.grammar_backend == "none":
+            return refuse_all("is not supported: the server runs with --grammar-backend none")
+        config = self.model.config
+        return make_compiler(self.tokenizer, config.vocab_size, config.eos_token_ids)
 
     def _limits(self, rows: int, reserve: int, check_every_step: bool) -> Limits:
         args = self.args
@@ -205,6 +214,7 @@ class Engine:
         return EngineState(
             running=len(running),
             queued=len(self.scheduler.waiting),
+            grammar_queued=len(self.scheduler.compiling),
             used_tokens=held,
             cached_tokens=self.slots.cache.cached_tokens,
             free_tokens=self.slots.pages.free_slots,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from sgl_spec.engine.grammar_jobs import CompileJob
 from sgl_spec.engine.kv_pool import Holding
 from sgl_spec.engine.prefix_cache import Node
 from sgl_spec.request import (
@@ -16,12 +17,15 @@ from sgl_spec.request import (
     SpecStats,
     TokenizedRequest,
 )
+from sgl_spec.speculative.grammar import Constraint, Place
 from sgl_spec.text import StopMatcher
 
 
 class Phase(Enum):
-    """Where a request is: waiting holds nothing, prefill and decode hold a row and slots."""
+    """Where a request is: prefill and decode hold a row and slots; waiting holds nothing, nor does
+    grammar, which waits for its grammar to be compiled first."""
 
+    GRAMMAR = "grammar"
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -48,7 +52,8 @@ class Req:
 
     ids: prompt and output. While decoding, ids has holding.committed_len + 1 tokens: the last one
     is the next tree's root. reported: output tokens already sent. drafted: tokens of ids the
-    drafter was given.
+    drafter was given. job: its grammar being compiled. constraint: its grammar, at the end of ids;
+    it stays there through a retraction.
     """
 
     rid: str
@@ -59,6 +64,8 @@ class Req:
     stop_ids: frozenset[int]
     stops: StopMatcher | None
     logprobs: LogprobRecord | None = None
+    job: CompileJob | None = None
+    constraint: Constraint | None = None
     spec: SpecStats = field(default_factory=lambda: SpecStats(histogram=[]))
     phase: Phase = Phase.WAITING
     holding: Holding | None = None
@@ -125,13 +132,25 @@ class Req:
                 return FinishReason(kind="stop", matched=token)
             if text is not None:
                 return FinishReason(kind="stop", matched=text)
+        if self.constraint is not None:
+            match self.constraint.commit(token):
+                case Place.ENDED:
+                    return FinishReason(kind="stop")
+                case Place.BROKEN:
+                    return self._broken(self.constraint.problem)
         if self.remaining <= 0:
             return FinishReason(kind="length")
         return None
 
+    def _broken(self, problem: str) -> FinishReason:
+        grammar = self.sampling.grammar
+        assert grammar is not None
+        message = f"{grammar.field} cannot be followed any further: {problem}."
+        return FinishReason(kind="abort", message=message, status=400)
+
 
 def make_req(request: TokenizedRequest, eos_ids: Sequence[int], stops: StopMatcher | None) -> Req:
-    """A waiting `Req`. Stop ids are the request's own and, unless ignore_eos, the model's."""
+    """A `Req` to submit. Stop ids are the request's own and, unless ignore_eos, the model's."""
     own = request.sampling.stop_token_ids
     stop_ids = frozenset(own) if request.sampling.ignore_eos else frozenset([*own, *eos_ids])
     return Req(

@@ -30,6 +30,7 @@ from sgl_spec.engine.req import Req
 from sgl_spec.layers.context import ForwardBatch, KVCache
 from sgl_spec.request import Logprobs, SamplingParams
 from sgl_spec.speculative.base import DraftBatch, Drafter
+from sgl_spec.speculative.grammar import Constraint, mask_tree, token_masks
 from sgl_spec.speculative.penalties import TokenCounts
 from sgl_spec.speculative.propose import require_sampled
 from sgl_spec.speculative.prune import keep_nodes, prune
@@ -77,6 +78,7 @@ class Worker:
         self.tokens: npt.NDArray[np.int32] = np.zeros(table.host.shape, dtype=np.int32)
         self.logprobs = LogprobReader(model)
         self._params: dict[int, tuple[SamplingParams, int]] = {}
+        self._constraints: dict[int, Constraint] = {}  # of the rows that have one
         self._sampling: tuple[bytes, SamplingRows] | None = None
         self._counts: TokenCounts | None = None  # made when a request with penalties comes
         self._counted: npt.NDArray[np.bool_] = np.zeros(len(self.tokens), dtype=np.bool_)
@@ -90,6 +92,8 @@ class Worker:
         row = req.held.row
         self.tokens[row, : len(req.ids)] = req.ids
         self._params[row] = (req.sampling, req.prompt_len)
+        if req.constraint is not None:
+            self._constraints[row] = req.constraint
         self.logprobs.open(req)
         self._sampling = None
         self._start_counts(req)
@@ -115,6 +119,7 @@ class Worker:
     def close(self, row: int) -> None:
         """The row's request ended or was retracted."""
         self.logprobs.close(row)
+        self._constraints.pop(row, None)
         if self.drafter is not None and row in self._drafting:
             self._drafting.discard(row)
             self.drafter.finish(row)
@@ -176,7 +181,9 @@ class Worker:
         logits = self.model.logits(hidden)
         offsets = torch.arange(len(rows))
         sampling = self._sampling_rows(rows)
-        accepted = sample_and_follow(root_only(roots), logits, offsets, sampling, lengths - 1)
+        tree = self._constrain(root_only(roots), rows)
+        masks = token_masks(tree)
+        accepted = sample_and_follow(tree, logits, offsets, sampling, lengths - 1, masks=masks)
         self._count(torch.from_numpy(rows), accepted)
         logprobs = self.logprobs.of_emitted(rows, accepted, logits, offsets)
         return accepted.tokens[:, 0], logprobs
@@ -214,7 +221,8 @@ class Worker:
         forward = tree_forward(tree, rows, committed, self.table.device)
         logits = self._verify(forward)
         offsets = forward.q_starts[:-1]
-        accepted = self.rule(tree, logits, offsets, sampling, committed)
+        masks = token_masks(tree)
+        accepted = self.rule(tree, logits, offsets, sampling, committed, masks=masks)
         self._count(rows, accepted)
         self._keep_path(rows, committed, tree.width, accepted)
         self._round = (draft, tree, accepted)
@@ -224,7 +232,7 @@ class Worker:
     def _plan_tree(self, draft: DraftBatch, remaining: IntArray) -> TokenTree:
         if self.drafter is None or not (draft.max_nodes > 1).any():
             roots = draft.tokens[draft.rows, draft.lengths - 1].astype(np.int64)
-            return root_only(torch.from_numpy(roots))
+            return self._constrain(root_only(torch.from_numpy(roots)), draft.rows)
         tree = self.drafter.propose(draft)
         if self.topology is not None:
             require_sampled(tree, self.topology)
@@ -233,8 +241,18 @@ class Worker:
             # Parents come first, so a tree may be cut anywhere; a drafter may forget its bound.
             useful &= torch.arange(tree.width) < torch.from_numpy(draft.max_nodes)[:, None]
             tree = keep_nodes(tree, useful & tree.used())
+        tree = self._constrain(tree, draft.rows)
+        if int(tree.num_nodes.max()) > 1:
             tree = tree if self.costs is None else prune(tree, self.costs.table)
         return narrow(tree)
+
+    def _constrain(self, tree: TokenTree, rows: IntArray) -> TokenTree:
+        """The trees with the masks of the requests that have a grammar, and without the drafts
+        that leave it unless the rule needs them."""
+        if not self._constraints:
+            return tree
+        constraints = [self._constraints.get(row) for row in rows.tolist()]
+        return mask_tree(tree, constraints, drop=not self.rule.samples)
 
     def _verify(self, forward: ForwardBatch) -> Tensor:
         """The target's logits of a tree batch, [T, V]; its time keeps the cost table true."""

@@ -99,4 +99,5 @@ def keep_nodes(tree: TokenTree, mask: Tensor) -> TokenTree:
         num_nodes=mask.sum(1),
         scores=None if tree.scores is None else tree.scores.gather(1, order),
         draft=None if tree.draft is None else tree.draft.take(order),
+        allowed=None if tree.allowed is None else tree.allowed.take(order),
     )

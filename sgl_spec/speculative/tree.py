@@ -37,6 +37,22 @@ class DraftProbs:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeMasks:
+    """The tokens that grammars allow after each node.
+
+    words: [M, ceil(V / 32)] int32, bits as in `sampling.TokenMasks`. row_of: [B, N] int64, the row
+    of each node, -1 where every token may follow.
+    """
+
+    words: Tensor
+    row_of: Tensor
+
+    def take(self, order: Tensor) -> NodeMasks:
+        """Nodes in another order: node i of the result is node order[:, i] (order: [B, N])."""
+        return replace(self, row_of=self.row_of.gather(1, order))
+
+
+@dataclass(frozen=True, slots=True)
 class TokenTree:
     """B trees of up to N nodes.
 
@@ -46,7 +62,8 @@ class TokenTree:
     whose KV is not yet written. Siblings hold distinct tokens. scores: [B, N] float32 or None, the
     drafter's estimate of the probability that the node is accepted (1 at the root, a child at most
     its parent's); the engine prunes by it. draft: what the tokens were drawn from, where a drafter
-    samples them; siblings then stand in the order in which they were drawn.
+    samples them; siblings then stand in the order in which they were drawn. allowed: what grammars
+    allow after the nodes; None where no request of the batch has one. The engine sets it.
     """
 
     tokens: Tensor
@@ -54,6 +71,7 @@ class TokenTree:
     num_nodes: Tensor
     scores: Tensor | None = None
     draft: DraftProbs | None = None
+    allowed: NodeMasks | None = None
 
     @property
     def batch(self) -> int:
@@ -165,11 +183,15 @@ def narrow(tree: TokenTree) -> TokenTree:
     width = int(tree.num_nodes.max())
     if width == tree.width:
         return tree
-    scores = None if tree.scores is None else tree.scores[:, :width]
-    draft = None
-    if tree.draft is not None:
-        draft = replace(tree.draft, row_of=tree.draft.row_of[:, :width])
-    return TokenTree(tree.tokens[:, :width], tree.parents[:, :width], tree.num_nodes, scores, draft)
+    scores, draft, allowed = tree.scores, tree.draft, tree.allowed
+    if scores is not None:
+        scores = scores[:, :width]
+    if draft is not None:
+        draft = replace(draft, row_of=draft.row_of[:, :width])
+    if allowed is not None:
+        allowed = replace(allowed, row_of=allowed.row_of[:, :width])
+    tokens, parents = tree.tokens[:, :width], tree.parents[:, :width]
+    return TokenTree(tokens, parents, tree.num_nodes, scores, draft, allowed)
 
 
 @dataclass(frozen=True, slots=True)
