@@ -114,11 +114,10 @@ class LLM:
                 )
         total, limit = len(ids) + sampling.max_new_tokens, self.engine.context_length
         if total > limit:
-            raise InvalidRequestError(
-                f"{len(ids)} prompt + {sampling.max_new_tokens} new tokens exceed the context of "
-                f"{limit}.",
-                param="max_new_tokens",
-            )
+            raise _too_long(ids, sampling, f"the context of {limit}")
+        pool = self.engine.scheduler.limits.max_request_tokens
+        if total > pool:
+            raise _too_long(ids, sampling, f"the {pool} that max_total_tokens leaves to a request")
 
     def _run(self, requests: Sequence[TokenizedRequest]) -> dict[str, OutputChunk]:
         for request in requests:
@@ -156,6 +155,13 @@ class LLM:
             prompt_tail=request.input_ids[-PROMPT_TAIL:],
         )
         return text.finish(chunk.ids, finish.matched)
+
+
+def _too_long(ids: list[int], sampling: SamplingParams, bound: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{len(ids)} prompt + {sampling.max_new_tokens} new tokens exceed {bound}.",
+        param="max_new_tokens",
+    )
 
 
 def _per_prompt(name: str, value: Any, single: Any, count: int) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,48 @@ def test_greedy_requests_join_a_hot_batch(server: Server, solo: Solo) -> None:
     replies = together([*hot, *calls], 10)[6:]
     for prompt, reply in zip(cold, replies, strict=True):
         assert reply["output_ids"] == solo.ids(prompt, max_new_tokens=30, **GREEDY)
+
+
+class TestPenaltiesAndBias:
+    """They hold for every token of a block: the text is the plain engine's, and it changes."""
+
+    LOOP = list(range(60, 73)) * 3  # the tiny model goes on with it, which penalties must end
+
+    def check(self, server: Server, solo: Solo, **sampling: Any) -> list[int]:
+        given = {"max_new_tokens": 48, **GREEDY, **sampling}
+        reply = in_both_modes(server, self.LOOP, **given)
+        # JSON has no integer keys, so the plain engine gets them as integers.
+        bias = {int(token): value for token, value in given.pop("logit_bias", {}).items()}
+        plain = solo.llm.generate([self.LOOP], {**given, "logit_bias": bias})[0]
+        assert reply["output_ids"] == plain.output_ids
+        ids: list[int] = reply["output_ids"]
+        return ids
+
+    @pytest.mark.parametrize("temperature", [0, 1])
+    def test_penalties(self, server: Server, solo: Solo, temperature: int) -> None:
+        base = {"temperature": temperature, "seed": 4}
+        neutral, high, low, presence, repetition = [
+            self.check(server, solo, **base, **one)
+            for one in (
+                {},
+                {"frequency_penalty": 2},
+                {"frequency_penalty": -2},
+                {"presence_penalty": 2},
+                {"repetition_penalty": 1.3},
+            )
+        ]
+        assert high not in (neutral, low)
+        assert neutral not in (presence, repetition)
+        assert len(set(high)) > len(set(low))
+
+    def test_a_banned_token_never_shows_up(self, server: Server, solo: Solo) -> None:
+        text = self.check(server, solo, max_new_tokens=200)
+        common = [token for token, _ in Counter(text).most_common(3)]
+        bias = {str(token): -100 for token in common}
+        assert not set(common) & set(self.check(server, solo, max_new_tokens=200, logit_bias=bias))
+
+    def test_a_forced_token_is_all_there_is(self, server: Server, solo: Solo) -> None:
+        assert self.check(server, solo, logit_bias={"77": 100}) == [77] * 48
 
 
 class TestSeedsAndChoices:

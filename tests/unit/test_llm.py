@@ -56,3 +56,25 @@ def test_what_cannot_be_served_is_named_before_anything_runs(
     with pytest.raises(InvalidRequestError, match=named):
         llm.generate(prompts, sampling)  # type: ignore[arg-type]
     assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("page", [1, 4, 16])
+@pytest.mark.parametrize("drafter", ["none", "NGRAM"])
+def test_a_request_may_fill_the_pool(tiny_model_dir: Path, drafter: str, page: int) -> None:
+    """To its last slot, in a queue of others that do the same; one token more is refused."""
+    small = LLM(
+        str(tiny_model_dir),
+        speculative_algorithm=drafter,
+        max_total_tokens=150,
+        page_size=page,
+    )
+    most = small.engine.scheduler.limits.max_request_tokens
+    assert 100 < most <= 160
+    prompts = [[5], [7] * (most - 1), [9] * (most // 2), [11, 12]]
+    budgets = [most - len(prompt) for prompt in prompts]
+    sampling = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in budgets]
+    done = small.generate(prompts, sampling)
+    assert [len(one.output_ids) for one in done] == budgets
+    with pytest.raises(InvalidRequestError, match=f"the {most} that max_total_tokens leaves"):
+        small.generate([[5], [7] * most], {"max_new_tokens": 1})
+    assert not small.engine.has_work
