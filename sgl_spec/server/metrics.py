@@ -20,6 +20,10 @@ Readers = dict[str, tuple[str, Callable[[EngineState], float]]]
 _GAUGES: Readers = {
     "num_running_reqs": ("Requests that decode or prefill.", lambda s: s.running),
     "num_queue_reqs": ("Requests that wait.", lambda s: s.queued),
+    "num_grammar_queue_reqs": (
+        "Requests whose grammar is being compiled.",
+        lambda s: s.grammar_queued,
+    ),
     "num_used_tokens": ("KV slots held by running requests.", lambda s: s.used_tokens),
     "kv_evictable_tokens": ("KV slots of the prefix cache.", lambda s: s.cached_tokens),
     "kv_available_tokens": ("Free KV slots.", lambda s: s.free_tokens),

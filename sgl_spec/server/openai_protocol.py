@@ -36,7 +36,7 @@ _SHARED: Table = OPENAI | {
     "model": Use(STRING),
     "stream": Use(BOOLEAN, False),
     "stream_options": Use(OBJECT),
-    "response_format": Refuse(({"type": "text"},)),
+    "response_format": Use(OBJECT),
     "lora_path": Refuse(("",)),
     "session_params": Refuse(({},)),
     "extra_key": Refuse(),

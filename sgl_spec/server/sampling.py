@@ -22,6 +22,7 @@ from sgl_spec.server.fields import (
     is_integer,
     is_number,
 )
+from sgl_spec.server.grammar import GRAMMAR, grammar_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +74,9 @@ NATIVE: Table = {
     "no_stop_trim": Use(BOOLEAN, False),
     "seed": Use(INTEGER),
     "sampling_seed": Use(INTEGER, target="seed"),
+    **GRAMMAR,
     "stop_regex": Refuse(("", [])),
     "beam_width": Refuse((1,)),
-    "json_schema": Refuse(),
-    "regex": Refuse(),
-    "ebnf": Refuse(),
     "structural_tag": Refuse(),
     "custom_params": Refuse(({},)),
     "watermark": Refuse((False,)),
@@ -106,10 +105,8 @@ OPENAI: Table = {
     "no_stop_trim": Use(BOOLEAN, False),
     "seed": Use(INTEGER),
     "sampling_seed": Use(INTEGER, target="seed"),
+    **GRAMMAR,
     "stop_regex": Refuse(("", [])),
-    "regex": Refuse(),
-    "ebnf": Refuse(),
-    "json_schema": Refuse(),
     "structural_tag": Refuse(),
     "custom_params": Refuse(({},)),
     "custom_logit_processor": Refuse(),
@@ -191,4 +188,4 @@ def sampling_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(chosen["speculation"], dict):
         most = min(chosen["speculation"]["max_draft_tokens"], MAX_DRAFT_TOKENS)
         chosen["speculation"] = Speculation(max_draft_tokens=most)
-    return chosen
+    return chosen | grammar_of(fields)

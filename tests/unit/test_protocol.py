@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sgl_spec.errors import InvalidRequestError, NotFoundError
 from sgl_spec.request import SamplingParams
 from sgl_spec.server.fields import INTEGER, STRINGS, Ignore, Refuse, Table, Use, read_object
+from sgl_spec.server.grammar import GRAMMAR
 from sgl_spec.server.openai_protocol import CHAT, COMPLETIONS, read_chat, read_completions
 from sgl_spec.server.protocol import GENERATE, read_generate
 from sgl_spec.server.requests import MAX_CHOICES
@@ -68,8 +69,8 @@ class TestReadObject:
 
 def test_sampling_tables_cover_every_parameter() -> None:
     """A field added to `SamplingParams` must be reachable over HTTP."""
-    fields = set(SamplingParams.__struct_fields__)
-    assert set(SAMPLING_FIELDS) == fields
+    fields = set(SamplingParams.__struct_fields__) - {"grammar_field"}
+    assert {*SAMPLING_FIELDS, *GRAMMAR} == fields
     for table in (NATIVE, OPENAI | COMPLETIONS, OPENAI | CHAT):
         targets = {rule.target or name for name, rule in table.items() if isinstance(rule, Use)}
         assert fields <= targets
@@ -119,8 +120,14 @@ BAD_GENERATE: list[tuple[dict[str, Any], str]] = [
         GOOD | {"sampling_params": {"speculation": {"max_draft_tokens": 1, "x": 1}}},
         r"params\.speculation must be",
     ),
-    (GOOD | {"sampling_params": {"json_schema": "{}"}}, r"json_schema is not supported"),
-    (GOOD | {"sampling_params": {"regex": "("}}, r"regex is not supported"),
+    (
+        GOOD | {"sampling_params": {"json_schema": 1}},
+        r"params\.json_schema must be a JSON",
+    ),
+    (GOOD | {"sampling_params": {"json_schema": {"enum": [10**30]}}}, "json_schema cannot be read"),
+    (GOOD | {"sampling_params": {"regex": ["a"]}}, r"params\.regex must be a string"),
+    (GOOD | {"sampling_params": {"ebnf": {}}}, r"params\.ebnf must be a string"),
+    (GOOD | {"sampling_params": {"structural_tag": "{}"}}, r"structural_tag is not supported"),
     (GOOD | {"return_logprob": 1}, "return_logprob must be true, false or a list"),
     (GOOD | {"return_logprob": [True]}, "return_logprob must hold one value"),
     (GOOD | {"top_logprobs_num": 1}, "top_logprobs_num must be left out unless return_logprob"),

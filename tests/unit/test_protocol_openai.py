@@ -38,7 +38,33 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias must be an object"),
     ({"prompt": "a", "speculation": True}, "speculation must be false or"),
     ({"prompt": "a", "return_meta_info": 1}, "return_meta_info must be true or false"),
-    ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format is not"),
+    ({"prompt": "a", "response_format": "json_object"}, "response_format must be an object"),
+    ({"prompt": "a", "response_format": {}}, r"response_format\.type must be .*, got null"),
+    (
+        {"prompt": "a", "response_format": {"type": "structural_tag"}},
+        r'response_format\.type must be "text".*, got "structural_tag"',
+    ),
+    (
+        {"prompt": "a", "response_format": {"type": "json_object", "json_schema": {}}},
+        r"response_format\.type must be \"json_schema\" where",
+    ),
+    (
+        {"prompt": "a", "response_format": {"type": "json_schema"}},
+        r"response_format\.json_schema must be a JSON object, got null",
+    ),
+    (
+        {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        r"response_format\.json_schema\.schema must be a JSON schema",
+    ),
+    (
+        {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"x": 1}}},
+        r"Unknown field 'response_format\.json_schema\.x'",
+    ),
+    (
+        {"prompt": "a", "response_format": {"type": "json_object"}, "regex": "a"},
+        "response_format and regex cannot both be given",
+    ),
+    ({"prompt": "a", "structural_tag": "{}"}, "structural_tag is not supported"),
     ({"prompt": "a", "stream_options": {"include_usage": 1}}, r"stream_options\.include_usage"),
     ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, r"stream_options\.x"),
     ({"prompt": "a", "messages": []}, "Unknown field 'messages'"),
@@ -153,3 +179,32 @@ class TestDefaults:
             "The model's generation_config asks for no_repeat_ngram_size=3, which is not "
             "supported and has no effect."
         ]
+
+
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
+FORMATS: list[tuple[dict[str, Any], str | None]] = [
+    ({"type": "text"}, None),
+    ({"type": "json_object"}, '{"type": "object"}'),
+    (
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
+        '{"type":"object","properties":{"b":{},"a":{}}}',
+    ),
+    (
+        {"type": "json_schema", "json_schema": {"schema": {}, "strict": None, "description": "d"}},
+        "{}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("asked", "schema"), FORMATS)
+def test_response_format_is_a_schema_on_both_routes(
+    asked: dict[str, Any], schema: str | None
+) -> None:
+    calls = [
+        completions({"prompt": "a", "response_format": asked}),
+        chat({"messages": [{"role": "user", "content": "a"}], "response_format": asked}),
+    ]
+    for call in calls:
+        sampling = call.asked[0].sampling
+        assert sampling["json_schema"] == schema
+        assert sampling.get("grammar_field") == (None if schema is None else "response_format")
