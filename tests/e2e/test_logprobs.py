@@ -132,8 +132,11 @@ def requests() -> list[tuple[list[int], dict[str, Any], LogprobParams | None]]:
     return found
 
 
-@pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("chunk", [16, -1])
+SLOW = pytest.mark.slow
+CUTS = [(16, 1), (-1, 16), pytest.param(16, 16, marks=SLOW), pytest.param(-1, 1, marks=SLOW)]
+
+
+@pytest.mark.parametrize(("chunk", "page"), CUTS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_values_and_ids(
     make: Make, tiny: Reference, texts: list[list[int]], drafter: str, chunk: int, page: int
@@ -188,12 +191,14 @@ def test_every_start(make: Make, tiny: Reference) -> None:
 # --- the embedded model ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", ["none", "NGRAM"])
+@pytest.mark.parametrize(
+    "drafter", ["NGRAM", *(pytest.param(name, marks=SLOW) for name in ("none", "SELF", "JUNK"))]
+)
 def test_smollm2(smollm2_dir: Path, smollm2: Reference, drafter: str) -> None:
     """Real text at temperature 0 and 1, scored from the first token, in small chunks."""
     llm = LLM(
         str(smollm2_dir),
-        speculative_algorithm=drafter,
+        **drafter_options(drafter, smollm2_dir),
         chunked_prefill_size=48,
         max_total_tokens=4000,
         max_running_requests=8,
@@ -220,6 +225,7 @@ def smollm2(smollm2_dir: Path) -> Reference:
 PROMPT = "The harbour master kept a ledger of every boat that came in"
 GREEDY = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "seed": 4, "max_new_tokens": NEW, "stop": ["e"]}
+WORDS = {"temperature": 1.0, "seed": 5, "max_new_tokens": NEW, "regex": "( [a-z]{2,5}){9}"}
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +273,7 @@ def close(found: Any, wanted: Any) -> None:
         assert found == wanted
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, WORDS], ids=["greedy", "stop", "regex"])
 def test_generate(server: Server, plain: Server, tiny: Reference, sampling: dict[str, Any]) -> None:
     """Speculation on and off, whole, cumulative and incremental: the same lists, of the ids."""
     body = {"text": PROMPT, "sampling_params": sampling, **FULL}

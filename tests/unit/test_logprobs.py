@@ -23,6 +23,7 @@ from sgl_spec.request import (
 )
 from sgl_spec.speculative import logprobs as logprobs_module
 from sgl_spec.speculative.logprobs import Span, read_logprobs
+from sgl_spec.speculative.rules import ThresholdRule
 
 DRAFTERS = ["none", "random", "oracle"]
 OUTPUT = LogprobParams()
@@ -184,6 +185,22 @@ def test_what_a_request_samples_with_does_not_change_them() -> None:
     rig.run()
     for i in range(len(settings)):
         check(rig, str(i), [4, 2], ALL)
+
+
+@pytest.mark.parametrize("drafter", ["random", "oracle"])
+def test_a_relaxed_rule_changes_the_text_and_not_what_is_said_about_it(drafter: str) -> None:
+    """Each value is the target's at the node whose row gave the token, accepted or not."""
+    rig = Rig(drafter=drafter, spread=2.0)
+    rig.scheduler.worker.rule = ThresholdRule(0.02, 0.3)  # type: ignore[attr-defined]
+    for i in range(6):
+        given = {"max_new_tokens": 25, "temperature": 1.0, "seed": i, "ignore_eos": True}
+        rig.submit(str(i), [i + 1, 6], logprobs=ALL, **given)
+    rig.run()
+    for i in range(6):
+        check(rig, str(i), [i + 1, 6], ALL)
+    plain = [rig.model.reference([i + 1, 6], rig.sampling[str(i)]) for i in range(6)]
+    if drafter == "oracle":
+        assert any(rig.outputs[str(i)] != plain[i] for i in range(6)), "the rule never fired"
 
 
 def test_scoring_without_a_token_of_output() -> None:
