@@ -31,6 +31,7 @@ class Rig:
         chunk: int = 16,
         use_cache: bool = True,
         spread: float = 6.0,
+        rename: bool = True,
         **limits: object,
     ) -> None:
         self.model = SumModel(spread)
@@ -55,6 +56,7 @@ class Rig:
             kv,
             self.slots.table,
             page_size=page,
+            rename_slots=rename,
             drafter=self.drafter,  # type: ignore[arg-type]
         )
         self.counters = EngineCounters()

@@ -84,15 +84,16 @@ class Engine:
         self.drafter = make_drafter(args, rows, width, config.vocab_size)
         costs = None
         if self.drafter is not None and not self.rule.samples:
-            table = measure_costs(self.model, kv, max_rows=rows * args.tree_nodes)
-            costs = CostMeter(table)
-            shown = zip(table.rows, table.ms, strict=True)
-            logger.info("Verify cost, rows: ms: %s", ", ".join(f"{n}: {t:.1f}" for n, t in shown))
+            most = rows * args.tree_nodes
+            measured = measure_costs(self.model, kv, max_requests=rows, max_rows=most)
+            costs = CostMeter(measured)
+            logger.info("Verify cost in ms: %s", measured)
         worker = Worker(
             self.model,
             kv,
             self.slots.table,
             page_size=page,
+            rename_slots=False,
             drafter=self.drafter,
             costs=costs,
             rule=self.rule,

@@ -50,8 +50,10 @@ class Worker:
     """Runs prefill chunks and speculation rounds for the scheduler.
 
     drafter None, or a batch without draft budget: trees are root-only and a round is plain
-    decoding. costs: measured forward times; None verifies whatever is drafted. rule: how drafts are
-    accepted; topology: the shape that sampled trees must have, where the rule asks for them.
+    decoding. rename_slots: compact accepted paths by permuting slot ids instead of moving KV (pages
+    of one slot only); it leaves a request's slots out of order. costs: measured forward times; None
+    verifies whatever is drafted. rule: how drafts are accepted; topology: the shape that sampled
+    trees must have, where the rule asks for them.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Worker:
         table: SlotTable,
         *,
         page_size: int,
+        rename_slots: bool = True,
         drafter: Drafter | None = None,
         costs: CostMeter | None = None,
         rule: AcceptanceRule | None = None,
@@ -69,7 +72,7 @@ class Worker:
         self.model = model
         self.kv = kv
         self.table = table
-        self.page_size = page_size
+        self.rename_slots = rename_slots and page_size == 1
         self.drafter = drafter
         self.costs = costs
         self.rule = rule or FollowRule()
@@ -243,7 +246,7 @@ class Worker:
             tree = keep_nodes(tree, useful & tree.used())
         tree = self._constrain(tree, draft.rows)
         if int(tree.num_nodes.max()) > 1:
-            tree = tree if self.costs is None else prune(tree, self.costs.table)
+            tree = tree if self.costs is None else prune(tree, self.costs.table(tree.batch))
         return narrow(tree)
 
     def _constrain(self, tree: TokenTree, rows: IntArray) -> TokenTree:
@@ -259,14 +262,14 @@ class Worker:
         start = time.perf_counter()
         logits = self.model.logits(self.model.forward(forward, self.kv))
         if self.costs is not None:
-            self.costs.add(len(forward.tokens), time.perf_counter() - start)
+            self.costs.add(len(forward.rows), len(forward.tokens), time.perf_counter() - start)
         return logits
 
     def _keep_path(
         self, rows: Tensor, committed: Tensor, width: int, accepted: AcceptResult
     ) -> None:
         """Bring the accepted path to the front of the tree's positions: by renaming slots where a
-        page is one slot, else by moving KV rows."""
+        page is one slot and it is wanted, else by moving KV rows."""
         if width == 1:
             return
         positions, order = compact_slots(
@@ -274,11 +277,13 @@ class Worker:
         )
         slots = self.table.device[rows[:, None], positions]
         moved = slots.gather(1, order)
-        if self.page_size == 1:
+        if self.rename_slots:
             self.table.device[rows[:, None], positions] = moved
             return
         kept = torch.arange(width)[None, :] < accepted.counts[:, None]
-        move_kv_rows(self.kv.k, self.kv.v, moved[kept].long(), slots[kept].long())
+        kept &= moved != slots
+        if bool(kept.any()):
+            move_kv_rows(self.kv.k, self.kv.v, moved[kept].long(), slots[kept].long())
 
     def _output(
         self, draft: DraftBatch, tree: TokenTree, accepted: AcceptResult, logprobs: PerRequest
