@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from tokenizers import Tokenizer
 
 from sgl_spec.engine.ebnf import to_lark
@@ -103,7 +103,8 @@ def _source(grammar: Grammar) -> str:
     """The grammar in llguidance's own form."""
     try:
         if grammar.kind == "regex":
-            return LLMatcher.grammar_from_regex(grammar.text)
+            # \d, \w and \s are ASCII, as in JSON schemas and in SGLang.
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dws')}/")
         if grammar.kind == "ebnf":
             return LLMatcher.grammar_from_lark(to_lark(grammar.text))
         return LLMatcher.grammar_from_json_schema(
@@ -126,5 +127,7 @@ def _reason(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if not lines or lines[0].startswith("panic"):
         return "the grammar engine failed on it"
+    if lines[0] in ("NoExtension", "NoExtensionBias"):
+        return "it allows no text"
     chosen = next((line[7:] for line in lines if line.startswith("error: ")), lines[0])
     return chosen if len(chosen) <= MAX_REASON_CHARS else chosen[: MAX_REASON_CHARS - 3] + "..."

@@ -1,0 +1,97 @@
+"""A grammar over `fakes.SumModel`'s tokens without a grammar engine, and plain decoding in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from fakes import EOS, VOCAB, SumModel
+
+from sgl_spec.request import Grammar, SamplingParams
+from sgl_spec.speculative.grammar import Automaton, Constraint, Place, Words, bit
+from sgl_spec.speculative.sampling import TokenMasks, build_rows, draw
+
+
+class Counting:
+    """About a third of the tokens may follow, depending on all before; a text has `least` to `most`
+    tokens. A token of `breaks` breaks the automaton, as one does that costs too much."""
+
+    def __init__(self, least: int, most: int, breaks: frozenset[int] = frozenset()) -> None:
+        self.least, self.most, self.breaks = least, most, breaks
+        self.tokens: list[int] = []
+        self.error: str | None = None
+        self.restarts = 0
+
+    @property
+    def may_end(self) -> bool:
+        return len(self.tokens) >= self.least
+
+    def allows(self, token: int) -> bool:
+        key = sum((i + 3) * t for i, t in enumerate(self.tokens)) + 5 * token
+        return token != EOS and len(self.tokens) < self.most and key * 2654435761 % 97 < 33
+
+    def fill(self, words: Words) -> None:
+        assert self.error is None
+        words[:] = 0
+        for token in range(VOCAB):
+            if self.allows(token):
+                words[token >> 5] |= bit(token)
+
+    def step(self, token: int) -> bool:
+        assert self.allows(token), "a step that the mask forbids"
+        if token in self.breaks:
+            self.error = "too complex"
+            return False
+        self.tokens.append(token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        assert self.error is None
+        del self.tokens[len(self.tokens) - count :]
+
+    def restart(self) -> Counting:
+        again = Counting(self.least, self.most, self.breaks)
+        again.restarts = self.restarts + 1
+        return again
+
+
+def compile_counting(grammar: Grammar) -> Automaton:
+    """A regex "least,most[,token that breaks]..."."""
+    least, most, *breaks = map(int, grammar.text.split(","))
+    return Counting(least, most, frozenset(breaks))
+
+
+def plain(
+    model: SumModel, prompt: Sequence[int], params: SamplingParams
+) -> tuple[list[int], str, int | None]:
+    """Step-by-step decoding: ids, kind of finish, and what matched."""
+    assert params.grammar is not None
+    stop = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+    constraint = Constraint(compile_counting(params.grammar), stop, VOCAB)
+    rows = build_rows([params], [len(prompt)], [EOS])
+    output: list[int] = []
+    while len(output) < params.max_new_tokens:
+        ids = [*prompt, *output]
+        masks = TokenMasks(torch.from_numpy(constraint.words[None].copy()), torch.tensor([0]))
+        logits = model.next_logits(ids)
+        output.append(int(draw(logits, rows, torch.tensor([len(ids)]), masks=masks)))
+        if output[-1] in stop and len(output) >= params.min_new_tokens:
+            return output, "stop", output[-1]
+        place = constraint.commit(output[-1])
+        if place is not Place.OPEN:
+            return output, {Place.ENDED: "stop", Place.BROKEN: "abort"}[place], None
+    return output, "length", None
+
+
+def mask_of(automaton: Counting, end_ids: Sequence[int]) -> list[int]:
+    """The tokens that may be drawn, from the definition."""
+    allowed = [t for t in range(VOCAB) if automaton.allows(t)]
+    return sorted({*allowed, *(end_ids if automaton.may_end and allowed else ())})
+
+
+def listed(words: Words, vocab: int = VOCAB) -> list[int]:
+    """The tokens of a mask."""
+    bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), bitorder="little")
+    found: list[int] = np.flatnonzero(bits[:vocab]).tolist()
+    return found
