@@ -117,6 +117,7 @@ def test_a_grammar_is_compiled_once(rig: Rig, gated: Gated) -> None:
 
 
 @pytest.mark.parametrize("text", ["bad", "panic"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_cannot_be_compiled_is_a_400_that_names_the_field(
     rig: Rig, gated: Gated, text: str
 ) -> None:
