@@ -213,3 +213,10 @@ def constant(p: list[float], q: list[float]) -> World:
     """The same distributions after every text."""
     tables = [torch.tensor(x).log().expand(STATES, -1).contiguous() for x in (p, q)]
     return World(tables[0], tables[1], torch.arange(len(p)))
+
+
+def likely_p_value(observed: Tensor, probability: Tensor) -> float:
+    """`p_value` with all outcomes that are expected less than 10 times taken as one."""
+    rare = probability * observed.sum() < 10
+    together = [torch.cat([x[~rare], x[rare].sum()[None]]) for x in (observed, probability)]
+    return p_value(*together)
