@@ -11,6 +11,7 @@ from sgl_spec.errors import SglSpecError
 COMMANDS = {
     "ngram": "time and memory of the n-gram drafter, per round",
     "offline": "tokens per second of the engine, beside transformers",
+    "rules": "acceptance rules on a small pair of distributions, beside closed forms",
 }
 
 
