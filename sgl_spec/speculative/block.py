@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sgl_spec.speculative.sampling import SamplingRows, TokenMasks
+from sgl_spec.speculative.sampling import SamplingRows, TokenMasks, one_thread
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
 from sgl_spec.speculative.walk import Verified, acceptance_coins, residual_draw
 
@@ -37,10 +37,11 @@ class BlockRule:
         """As `verify.sample_and_follow`, for chains; `tree.draft` says what the tokens were drawn
         from."""
         block = _Block(Verified(tree, logits, row_offsets, rows, committed_lens, masks))
-        node = 0
-        while block.judge(node):
-            node += 1
-        return block.result()
+        with one_thread(logits):
+            node = 0
+            while block.judge(node):
+                node += 1
+            return block.result()
 
 
 class _Block:

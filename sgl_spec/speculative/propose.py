@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.noise import Stream, exponential, noise_bits, stream_keys
+from sgl_spec.speculative.sampling import one_thread
 from sgl_spec.speculative.topology import Topology
 from sgl_spec.speculative.tree import DraftProbs, TokenTree
 
@@ -117,12 +118,13 @@ def draw_siblings(
     """
     assert logits.shape[1] >= count, f"{count} distinct drafts out of {logits.shape[1]} tokens"
     greedy = (temperature == 0)[:, None]
-    q = (logits / temperature[:, None].masked_fill(greedy, 1)).softmax(1)
     tokens = torch.arange(logits.shape[1]) if ids is None else ids
-    scores = exponential(noise_bits(keys, tokens.to(torch.int32))).div_(q)
-    columns = torch.where(greedy, -logits, scores).topk(count, dim=1, largest=False).indices
-    best = torch.zeros_like(q).scatter_(1, columns[:, :1], 1)
-    return tokens[columns], torch.where(greedy, best, q)
+    with one_thread(logits):
+        q = (logits / temperature[:, None].masked_fill(greedy, 1)).softmax(1)
+        scores = exponential(noise_bits(keys, tokens.to(torch.int32))).div_(q)
+        columns = torch.where(greedy, -logits, scores).topk(count, dim=1, largest=False).indices
+        best = torch.zeros_like(q).scatter_(1, columns[:, :1], 1)
+        return tokens[columns], torch.where(greedy, best, q)
 
 
 def _padded(lists: tuple[tuple[int, ...], ...]) -> Tensor:

@@ -57,11 +57,7 @@ def _judge(level: Level) -> tuple[Tensor, Tensor]:
         if rejected.numel():
             p[rejected] = residual(p[rejected], q[rejected])
             q[rejected] = without(q[rejected], token[rejected])
-    (stopped,) = torch.nonzero(accepted < 0, as_tuple=True)
-    tokens = torch.zeros_like(accepted)
-    if stopped.numel():
-        tokens[stopped] = level.residual_draw(p)[stopped]
-    return accepted, tokens
+    return accepted, p
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:

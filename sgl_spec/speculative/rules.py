@@ -112,7 +112,7 @@ class ThresholdRule:
         child = torch.where(passes.any(1), level.kids.gather(1, first)[:, 0], -1)
         rest = p.scatter(1, torch.where(level.kids < 0, tokens[:, :1], tokens), 0)
         rest = torch.where(rest.sum(1, keepdim=True) > 0, rest, p)
-        return child, level.residual_draw(rest)
+        return child, rest
 
 
 def make_rule(

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from sgl_spec.speculative.noise import Stream, exponential, noise_bits, stream_keys, uniform
-from sgl_spec.speculative.sampling import SamplingRows, TokenMasks, draw, final_probs
+from sgl_spec.speculative.sampling import (
+    SamplingRows,
+    TokenMasks,
+    draw,
+    final_probs,
+    one_thread,
+)
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
 
 
@@ -81,14 +87,10 @@ class Level:
         seed = self.batch.rows.seed[self.request]
         return acceptance_coins(seed, self.positions, self.depth + 1, tokens)
 
-    def residual_draw(self, weights: Tensor) -> Tensor:
-        """[R] tokens, in proportion to weights [R, V]; they need not sum to 1."""
-        seed = self.batch.rows.seed[self.request]
-        return residual_draw(seed, self.positions, self.depth + 1, weights)
-
 
 Judge = Callable[[Level], tuple[Tensor, Tensor]]
-"""What a rule does at a level: [R] the accepted child or -1, [R] the token to emit where -1."""
+"""What a rule does at a level: [R] the accepted child or -1, and [R, V] what a token is drawn from
+(it need not sum to 1) where no child is."""
 
 
 def walk(batch: Verified, judge: Judge) -> AcceptResult:
@@ -99,26 +101,41 @@ def walk(batch: Verified, judge: Judge) -> AcceptResult:
     counts = torch.zeros_like(batch.committed_lens)
     alive = torch.arange(tree.batch, device=tokens.device)
     node = torch.zeros_like(alive)
-    for depth in range(tree.width):
-        path = tokens[alive, :depth]
-        kids = _children(parents[alive], node)
-        inner = kids[:, 0] >= 0
-        drawn, child = torch.zeros_like(node), torch.full_like(node, -1)
-        if not bool(inner.all()):
-            leaf = ~inner
-            drawn[leaf] = batch.draw(alive[leaf], node[leaf], path[leaf])
-        if bool(inner.any()):
-            level = _level(batch, alive[inner], node[inner], path[inner], kids[inner])
-            child[inner], drawn[inner] = judge(level)
-        accepted = child >= 0
-        found = tree.tokens[alive, child.clamp(min=0)]
-        tokens[alive, depth] = torch.where(accepted, found, drawn)
-        nodes[alive, depth] = node
-        counts[alive] = depth + 1
-        if not bool(accepted.any()):
-            break
-        alive, node = alive[accepted], child[accepted]
+    with one_thread(batch.logits):
+        for depth in range(tree.width):
+            kids = _children(parents[alive], node)
+            child, emitted = _step(batch, judge, alive, node, kids, tokens[alive, :depth])
+            tokens[alive, depth] = emitted
+            nodes[alive, depth] = node
+            counts[alive] = depth + 1
+            accepted = child >= 0
+            if not bool(accepted.any()):
+                break
+            alive, node = alive[accepted], child[accepted]
     return AcceptResult(tokens=tokens, path=nodes, counts=counts)
+
+
+def _step(
+    batch: Verified, judge: Judge, request: Tensor, node: Tensor, kids: Tensor, path: Tensor
+) -> tuple[Tensor, Tensor]:
+    """[R] the accepted child of each node or -1, and the token that is emitted: that child's, one
+    drawn from what the judge left, or the target's own where there are no children."""
+    child, emitted = torch.full_like(node, -1), torch.zeros_like(node)
+    (leaf,) = torch.nonzero(kids[:, 0] < 0, as_tuple=True)
+    if leaf.numel():
+        emitted[leaf] = batch.draw(request[leaf], node[leaf], path[leaf])
+    (inner,) = torch.nonzero(kids[:, 0] >= 0, as_tuple=True)
+    if inner.numel():
+        level = _level(batch, request[inner], node[inner], path[inner], kids[inner])
+        found, rest = judge(level)
+        child[inner] = found
+        emitted[inner] = batch.tree.tokens[level.request, found.clamp(min=0)]
+        (stopped,) = torch.nonzero(found < 0, as_tuple=True)
+        if stopped.numel():
+            seed, where = batch.rows.seed[level.request[stopped]], level.positions[stopped]
+            drawn = residual_draw(seed, where, level.depth + 1, rest[stopped])
+            emitted[inner[stopped]] = drawn
+    return child, emitted
 
 
 def _children(parents: Tensor, node: Tensor) -> Tensor:

@@ -188,6 +188,23 @@ def test_a_request_alone_gets_what_it_gets_in_a_batch(case: str) -> None:
         assert alone.path[0, :count].equal(together.path[i, :count])
 
 
+@pytest.mark.parametrize("rule", [REJECTION, make_rule(threshold_acc=0.5)])
+def test_rows_off_the_walk_are_never_read(rule: AcceptanceRule) -> None:
+    place, rows, count = world(), rows_of(SamplingParams(seed=0), 200), 200
+    state, committed = torch.arange(count) % STATES, torch.full((count,), 6)
+    done = play(place, rule, TREE32, rows, state=state, committed=committed)
+    logits = place.target[done.states].clone()  # [R, N, V]
+    result = done.result
+    on_walk = torch.zeros(count, TREE32.width, dtype=torch.bool)
+    for i in range(count):
+        on_walk[i, result.path[i, : result.counts[i]]] = True
+    logits[~on_walk] = torch.nan
+    offsets = torch.arange(count) * TREE32.width
+    again = rule(done.tree, logits.flatten(0, 1), offsets, rows, committed)
+    assert again.counts.equal(result.counts)
+    assert again.tokens.equal(result.tokens)
+
+
 @pytest.mark.parametrize("rule", [FOLLOW, REJECTION, BLOCK, make_rule(threshold_acc=0.5)])
 def test_without_drafts_every_rule_is_plain_decoding(rule: AcceptanceRule) -> None:
     place, params = world(), SamplingParams(seed=0)
