@@ -24,7 +24,7 @@ MAX_GRAMMAR_CHARS = 1 << 18
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How much may be drafted for one request: at most `max_draft_tokens` tokens a round (the
-    tree's root is none of them). It never changes the text."""
+    tree's root is none of them). It changes no text under the default acceptance rule."""
 
     max_draft_tokens: int
 
