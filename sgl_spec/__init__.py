@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-# OpenMP threads spin at the end of every parallel region, and a forward has hundreds of regions. On a
-# core that the spinning thread shares (with the API process, say), the other thread cannot run
+# OpenMP threads spin at the end of every parallel region, and a forward has hundreds of regions. On
+# a core that the spinning thread shares (with the API process, say), the other thread cannot run
 # meanwhile, and a forward takes 20 times as long. Read when torch loads, so it is set before that.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
