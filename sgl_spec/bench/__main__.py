@@ -10,6 +10,7 @@ from sgl_spec.errors import SglSpecError
 
 COMMANDS = {
     "ngram": "time and memory of the n-gram drafter, per round",
+    "sampling": "time of a round outside the forward, with every sampling setting",
     "offline": "tokens per second of the engine, beside transformers",
     "rules": "acceptance rules on a small pair of distributions, beside closed forms",
 }

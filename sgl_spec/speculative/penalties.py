@@ -21,26 +21,27 @@ import torch
 from torch import Tensor
 
 from sgl_spec.request import MAX_BIAS, SamplingParams
+from sgl_spec.speculative.entries import true_entries
 
 
 class TokenCounts:
     """How often each token occurs in the text of each request row that has penalties.
 
     output: [rows, V] float32, occurrences in the output (whole numbers, exact up to 2^24).
-    prompt: [rows, V] bool, whether the prompt holds the token. Zeroed memory costs nothing on the
-    CPU until a row is used.
+    text: [rows, V] bool, whether prompt or output hold the token. Zeroed memory costs nothing on
+    the CPU until a row is used.
     """
 
     def __init__(self, num_rows: int, vocab: int, device: torch.device | str = "cpu") -> None:
         self.output = torch.zeros(num_rows, vocab, device=device)
-        self.prompt = torch.zeros(num_rows, vocab, dtype=torch.bool, device=device)
+        self.text = torch.zeros(num_rows, vocab, dtype=torch.bool, device=device)
 
     def start(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
         """A request begins or resumes in `row` with this text."""
         self.output[row].zero_()
-        self.prompt[row].zero_()
+        self.text[row].zero_()
         device = self.output.device
-        self.prompt[row, torch.tensor(prompt, dtype=torch.int64, device=device)] = True
+        self.text[row, torch.tensor(prompt, dtype=torch.int64, device=device)] = True
         ids = torch.tensor(output, dtype=torch.int64, device=device)
         self.add(torch.full_like(ids, row), ids)
 
@@ -48,6 +49,7 @@ class TokenCounts:
         """New output: token tokens[i] in row rows[i], both [n] int64."""
         ones = torch.ones(tokens.shape, device=tokens.device)
         self.output.index_put_((rows, tokens), ones, accumulate=True)
+        self.text[rows, tokens] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,24 +161,24 @@ def penalise(x: Tensor, rows: PenaltyRows, path: Tensor | None) -> None:
     """Apply the penalties to logits [r, V] in place. path: [r, D] int64, output that the counts do
     not hold yet."""
     (used,) = torch.nonzero(rows.row >= 0, as_tuple=True)
-    if used.numel() == x.shape[0]:
-        _penalise(x, rows, path)
-    elif used.numel():
-        part = x[used]
-        _penalise(part, rows.select(used), None if path is None else path[used])
-        x[used] = part
+    if used.numel() == 0:
+        return
+    held = rows.counts.text[rows.row[used]]
+    if path is not None:
+        held.scatter_(1, path[used], True)
+    at, token = true_entries(held)  # only these tokens' logits move
+    at = used[at]
+    count = rows.counts.output[rows.row[at], token]
+    if path is not None:
+        count = count + (path[at] == token[:, None]).sum(1)
+    x[at, token] = _penalised(x[at, token], count, rows.select(at))
 
 
-def _penalise(x: Tensor, rows: PenaltyRows, path: Tensor | None) -> None:
-    counts = rows.counts.output[rows.row]
-    if path is not None and path.shape[1]:
-        counts.scatter_add_(1, path, torch.ones(path.shape, device=x.device))
-    occurs = counts > 0
+def _penalised(x: Tensor, count: Tensor, rows: PenaltyRows) -> Tensor:
+    """[n] logits of tokens that occur, `count` times in the output. rows: theirs, n of them."""
     if rows.any_repetition:
-        factor = torch.where(occurs | rows.counts.prompt[rows.row], rows.repetition[:, None], 1.0)
-        torch.where(x > 0, x / factor, x * factor, out=x)
-    x.addcmul_(counts, rows.frequency[:, None], value=-1)
-    x.addcmul_(occurs.to(torch.float32), rows.presence[:, None], value=-1)
+        x = torch.where(x > 0, x / rows.repetition, x * rows.repetition)
+    return x - rows.frequency * count - rows.presence * (count > 0)
 
 
 def add_bias(x: Tensor, rows: BiasRows) -> None:

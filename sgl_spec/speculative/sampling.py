@@ -19,15 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sgl_spec.speculative.filters import falling as falling
+from sgl_spec.speculative.filters import survivors, weights_of
 from sgl_spec.speculative.noise import exponential, noise_bits, row_keys
 from sgl_spec.speculative.penalties import add_bias, hold_extremes, penalise
 from sgl_spec.speculative.rows import ALL_TOKENS
 from sgl_spec.speculative.rows import SamplingRows as SamplingRows
 from sgl_spec.speculative.rows import build_rows as build_rows
 
-_BLOCK_ELEMENTS = 1 << 16  # a block of rows on the CPU: its temporaries stay in the cache
-_MASS_BITS = 40  # top_p counts probability in units of 2^-40 of the most likely token
-_WORD = 0xFFFFFFFF
+_BLOCK_ELEMENTS = 1 << 19  # a block of rows on the CPU
+_CACHE_ELEMENTS = 1 << 16  # part of a block whose temporaries stay in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class _Asked:
     index: Tensor
     path: Tensor | None
     masks: TokenMasks | None
+    keys: Tensor  # of the noise
 
     def select(self, part: Tensor) -> _Asked:
         path = None if self.path is None else self.path[part]
@@ -60,6 +62,7 @@ class _Asked:
             positions=self.positions[part],
             index=self.index[part],
             path=path,
+            keys=self.keys[part],
         )
 
 
@@ -145,7 +148,7 @@ def _blocks(
     assert logits.dtype == torch.float32, logits.dtype
     if index is None:
         index = torch.arange(rows.count, device=logits.device)
-    asked = _Asked(rows, positions, index, path, masks)
+    asked = _Asked(rows, positions, index, path, masks, row_keys(rows.seed, positions))
     step = max(1, rows.count)
     if logits.device.type == "cpu":
         step = max(1, _BLOCK_ELEMENTS // logits.shape[1])
@@ -230,41 +233,31 @@ def _weigh_greedy(x: Tensor, asked: _Asked) -> Tensor:
 def _draw_sampled(x: Tensor, asked: _Asked) -> Tensor:
     """Argmin of E / p over the whole vocabulary."""
     tokens = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
-    noise = exponential(noise_bits(row_keys(asked.rows.seed, asked.positions), tokens))
-    return noise.div_(_weights(x, asked.rows)).argmin(1)
+    drawn = torch.empty_like(asked.positions)
+    step = max(1, _CACHE_ELEMENTS // x.shape[1]) if x.device.type == "cpu" else x.shape[0]
+    for start in range(0, x.shape[0], step):
+        part = slice(start, start + step)
+        noise = exponential(noise_bits(asked.keys[part], tokens))
+        weights = weights_of(x[part], asked.rows.temperature[part])
+        drawn[part] = noise.div_(weights).argmin(1)
+    return drawn
 
 
 def _weigh_sampled(x: Tensor, asked: _Asked) -> Tensor:
-    return _weights(x, asked.rows)
+    return weights_of(x, asked.rows.temperature)
 
 
 def _draw_filtered(x: Tensor, asked: _Asked) -> Tensor:
     """Argmin of E / p over the tokens that top_k, top_p and min_p leave."""
-    ids, weights = _survivors(x, asked.rows)
-    keys = row_keys(asked.rows.seed, asked.positions)
-    scores = exponential(noise_bits(keys, ids.to(torch.int32))).div_(weights)
+    ids, weights = survivors(x, asked.rows)
+    scores = exponential(noise_bits(asked.keys, ids.to(torch.int32))).div_(weights)
     beaten = scores > scores.amin(1, keepdim=True)  # false for NaN: some id is always returned
     return ids.masked_fill(beaten, ALL_TOKENS).amin(1)  # equal scores: the lower id, as elsewhere
 
 
 def _weigh_filtered(x: Tensor, asked: _Asked) -> Tensor:
-    ids, weights = _survivors(x, asked.rows)
-    return torch.zeros_like(x).scatter_(1, ids, weights)
-
-
-def _survivors(x: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-    """[r, n] ids of the tokens that top_k, top_p and min_p leave, and their weights.
-
-    In the order of falling logit, then rising id, each filter keeps a prefix; a row that keeps
-    fewer than n has weight 0 behind its own.
-    """
-    ids = falling(x)
-    weights = _weights(x, rows).gather(1, ids)
-    counts = _kept_counts(weights, rows)
-    longest = max(1, int(counts.max()))
-    ids, weights = ids[:, :longest], weights[:, :longest]
-    rank = torch.arange(longest, device=x.device)
-    return ids, weights.masked_fill(rank >= counts[:, None], 0)
+    ids, weights = survivors(x, asked.rows)
+    return torch.zeros_like(x).scatter_add_(1, ids, weights)  # what stands behind a row adds 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,42 +272,3 @@ class _Rule:
 _GREEDY = _Rule(_draw_greedy, _weigh_greedy)
 _SAMPLED = _Rule(_draw_sampled, _weigh_sampled)
 _FILTERED = _Rule(_draw_filtered, _weigh_filtered)
-
-
-def falling(x: Tensor, most: int | None = None) -> Tensor:
-    """[r, V] token ids by falling logit, equal logits by rising id; [r, most] for the first few.
-
-    One integer key holds both, so any sort will do, and the fastest one is used.
-    """
-    bits = (x + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0: the two are equal logits
-    place = ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))  # rises as the logit falls
-    ids = torch.arange(x.shape[1], device=x.device)
-    keys = (place.to(torch.int64) << 32) | ids
-    if most is not None:
-        keys = keys.topk(most, largest=False).values
-    elif keys.device.type == "cpu":
-        keys = torch.from_numpy(np.sort(keys.numpy(), axis=1))  # vectorised, 15 times torch's
-    else:
-        keys = keys.sort(dim=1).values
-    return keys & _WORD
-
-
-def _kept_counts(weights: Tensor, rows: SamplingRows) -> Tensor:
-    """[r] int64: how many of the falling weights [r, V] survive top_k, then top_p, then min_p.
-
-    top_p keeps the tokens before which less than p of the mass lies that top_k left.
-    """
-    vocab = weights.shape[1]
-    mass = (weights * 2.0**_MASS_BITS).to(torch.int64)
-    upto = mass.cumsum(1)  # exact in any order of summation
-    top_k = rows.top_k.clamp(max=vocab)
-    limit = upto.gather(1, top_k[:, None] - 1) * rows.top_p[:, None]
-    top_p = torch.where(rows.top_p < 1, (upto - mass < limit).sum(1), vocab)
-    min_p = (weights >= rows.min_p[:, None]).sum(1)
-    return torch.minimum(torch.minimum(top_k, top_p), min_p)
-
-
-def _weights(x: Tensor, rows: SamplingRows) -> Tensor:
-    """[r, V] probability relative to the most likely token, in place of the logits."""
-    x.sub_(x.amax(1, keepdim=True))
-    return x.div_(rows.temperature[:, None]).exp_()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sgl_spec.request import SamplingParams
-from sgl_spec.speculative import sampling
+from sgl_spec.speculative import filters, sampling
 from sgl_spec.speculative.noise import exponential, noise_bits, row_keys
 from sgl_spec.speculative.sampling import (
     SamplingRows,
@@ -549,3 +549,65 @@ def test_a_row_where_everything_is_masked_has_all_its_mass_on_token_0() -> None:
         rows, position = rows_of(SamplingParams(seed=0, **params)), torch.tensor([4])
         assert draw(LOGITS[None], rows, position, masks=masks).tolist() == [0]
         assert final_probs(LOGITS[None], rows, position, masks=masks)[0].tolist() == [1] + [0] * 7
+
+
+# --- rows that are sorted only down to where the filters end --------------------------------------
+
+WIDE = filters.SMALL + 1811  # more than is sorted as a whole
+EDGES = [
+    SamplingParams(seed=0, top_k=1),
+    SamplingParams(seed=1, top_k=40, temperature=0.8),
+    SamplingParams(seed=2, top_k=filters.SMALL + 7, top_p=0.99),
+    SamplingParams(seed=3, top_k=WIDE - 1, min_p=1e-9),
+    SamplingParams(seed=4, top_k=300, top_p=0.7, min_p=0.01, temperature=1.2),
+    SamplingParams(seed=5, top_p=0.3),
+    SamplingParams(seed=6, top_p=0.95, temperature=0.7),
+    SamplingParams(seed=7, top_p=0.9999, temperature=2.5),
+    SamplingParams(seed=8, top_p=1e-6, min_p=0.3),
+    SamplingParams(seed=9, min_p=0.05),
+    SamplingParams(seed=10, min_p=1.0, temperature=1e-30),
+    SamplingParams(seed=11, min_p=1e-8, temperature=5.0),
+    SamplingParams(seed=12, top_p=0.8, temperature=1e6),
+    SamplingParams(seed=13, top_p=0.99, min_p=0.2, temperature=1.5),
+]
+
+
+def rows_of_every_kind(kind: str) -> Tensor:
+    """[rows, WIDE] logits."""
+    generator = torch.Generator().manual_seed(len(kind))
+    logits = torch.randn(len(EDGES), WIDE, generator=generator) * 4
+    logits[:, :50] += torch.linspace(16, 0, 50)
+    if kind == "equal logits":
+        logits = (logits * 2).round() / 2
+        logits[:, ::7] *= -0.0
+    if kind == "masked":
+        keep = torch.rand(logits.shape, generator=generator) < 0.002
+        logits.masked_fill_(~keep, -torch.inf)
+    if kind == "flat":
+        logits *= 0.01
+    if kind == "beyond numbers":
+        logits[:, 5], logits[:, 6] = torch.inf, -torch.inf
+    return logits
+
+
+@pytest.mark.parametrize("kind", ["usual", "equal logits", "masked", "flat", "beyond numbers"])
+def test_a_sorted_head_gives_the_bits_of_a_whole_sort(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, rows = rows_of_every_kind(kind), rows_of(*EDGES)
+    positions = torch.arange(len(EDGES))
+    before = logits.clone()
+    sorted_whole = []
+    whole = filters._whole
+    monkeypatch.setattr(filters, "_whole", lambda *a: sorted_whole.append(1) or whole(*a))
+    drawn, probs = draw(logits, rows, positions), final_probs(logits, rows, positions)
+    if kind == "usual":
+        assert 0 < len(sorted_whole) <= 10, "five rows keep most tokens, nine do not"
+    monkeypatch.setattr(filters, "SMALL", WIDE)
+    assert drawn.equal(draw(logits, rows, positions))
+    assert probs.equal(final_probs(logits, rows, positions))
+    assert logits.equal(before)
+    if kind in ("usual", "masked"):
+        for i, params in enumerate(EDGES):
+            expected = exact(logits[i], params)
+            torch.testing.assert_close(probs[i].double(), expected, rtol=2e-4, atol=1e-6)
