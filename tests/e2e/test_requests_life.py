@@ -73,17 +73,28 @@ class TestBatchesThatShrink:
         assert speculated(replies)
         drained(roomy)
 
-    def test_crowds_of_odd_sizes(self, roomy: Server, solo: Solo) -> None:
+    def crowds(self, server: Server, solo: Solo, seconds: float) -> None:
+        """Hold each number of clients for so long; every text is the solo text."""
         rng = random.Random(2)
         prompts = [some(rng, 1 + i % 20) for i in range(8)]
         for clients in (3, 5, 7, 9, 13, 31):
-            chosen = [(rng.choice(prompts), rng.randint(20, 80)) for _ in range(2 * clients)]
-            calls = [
-                functools.partial(generate, roomy, p, max_new_tokens=n, **GREEDY) for p, n in chosen
-            ]
-            for (prompt, n), reply in zip(chosen, together(calls, clients), strict=True):
-                assert reply["output_ids"] == solo.ids(prompt, max_new_tokens=80, **GREEDY)[:n]
-        drained(roomy)
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                chosen = [(rng.choice(prompts), rng.randint(20, 80)) for _ in range(2 * clients)]
+                calls = [
+                    functools.partial(generate, server, p, max_new_tokens=n, **GREEDY)
+                    for p, n in chosen
+                ]
+                for (prompt, n), reply in zip(chosen, together(calls, clients), strict=True):
+                    assert reply["output_ids"] == solo.ids(prompt, max_new_tokens=80, **GREEDY)[:n]
+        drained(server)
+
+    def test_crowds_of_odd_sizes(self, roomy: Server, solo: Solo) -> None:
+        self.crowds(roomy, solo, 0.3)
+
+    @pytest.mark.slow
+    def test_crowds_of_odd_sizes_for_longer(self, roomy: Server, solo: Solo) -> None:
+        self.crowds(roomy, solo, 20)
 
 
 # --- clients that leave ---------------------------------------------------------------------------
