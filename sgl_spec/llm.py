@@ -132,7 +132,8 @@ class LLM:
         assert finish is not None
         assert request.sampling.seed is not None
         if finish.kind == "abort":
-            raise SglSpecError(finish.message or "The request was aborted.")
+            kind = InvalidRequestError if finish.status == 400 else SglSpecError
+            raise kind(finish.message or "The request was aborted.")
         return Completion(
             text=self._text(request, chunk, finish),
             output_ids=chunk.ids,

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -17,6 +18,7 @@ from fake_grammar import listed
 from grammars import EBNF, REGEXES, SCHEMAS
 from tiny import END_OF_TEXT, IM_END, IM_START, make_tokenizer
 
+from sgl_spec import LLM
 from sgl_spec.engine.ebnf import to_lark
 from sgl_spec.engine.grammar import (
     MAX_REASON_CHARS,
@@ -25,6 +27,7 @@ from sgl_spec.engine.grammar import (
     make_compiler,
 )
 from sgl_spec.engine.grammar_jobs import GrammarJobs
+from sgl_spec.errors import InvalidRequestError
 from sgl_spec.request import MAX_GRAMMAR_CHARS, Grammar
 from sgl_spec.speculative.grammar import Automaton, Constraint, Place, mask_tree
 from sgl_spec.speculative.tree import TokenTree
@@ -229,6 +232,28 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_by_name() -> Non
     narrow = make_compiler(TOKENIZER, VOCAB - 100, [IM_END])
     with pytest.raises(GrammarError, match="is not supported with this model's tokenizer"):
         narrow(Grammar("regex", "a", "regex"))
+
+
+def test_from_python(tiny_model_dir: Path) -> None:
+    """A schema may be the schema itself; what cannot be served is an error of the request."""
+    llm = LLM(str(tiny_model_dir), max_total_tokens=2000)
+    schema = SCHEMAS["enum"]
+    as_object, as_text = llm.generate(
+        ["a", "a"],
+        [{"json_schema": schema, "seed": 1}, {"json_schema": json.dumps(schema), "seed": 1}],
+    )
+    assert as_object.text == as_text.text
+    jsonschema.validate(json.loads(as_object.text), schema)
+    with pytest.raises(InvalidRequestError, match="regex cannot be compiled: unclosed group"):
+        llm.generate("a", {"regex": "("})
+    with pytest.raises(InvalidRequestError, match="json_schema and ebnf cannot both be given"):
+        llm.generate("a", {"json_schema": {}, "ebnf": "root ::= [a]"})
+    bare = LLM(str(tiny_model_dir), max_total_tokens=2000, grammar_backend="none")
+    with pytest.raises(
+        InvalidRequestError, match=r"ebnf is not supported: .*--grammar-backend none"
+    ):
+        bare.generate("a", {"ebnf": 'root ::= "a"'})
+    assert bare.generate("a", {"max_new_tokens": 2})[0].output_ids
 
 
 REFUSED: list[tuple[str, Any, str]] = [
