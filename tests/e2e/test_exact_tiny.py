@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from drafting import DRAFTERS, drafter_flags, drafter_options
+from fixed_costs import FLAT, fix_costs
 from reference import Reference
 from serving import Launch, Server
 from talk import Reply, accepted, drained, flush, generate, speculated, together
 
 from sgl_spec import LLM, Completion, SamplingParams
-from sgl_spec.speculative.prune import CostTable
 from sgl_spec.speculative.sampling import build_rows, draw
 
 NEW = 24
@@ -29,8 +29,7 @@ Make = Callable[..., LLM]
 def make(monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path) -> Make:
     """`make(drafter, **flags)`: an engine that verifies whole trees, as if rows were free, and
     checks every slot after every step."""
-    flat = CostTable(rows=(1,), ms=(1.0,))
-    monkeypatch.setattr("sgl_spec.engine.engine.measure_costs", lambda *_, **__: flat)
+    fix_costs(monkeypatch, FLAT)
 
     def build(drafter: str, **flags: Any) -> LLM:
         sizes = {"max_total_tokens": 8192, "max_running_requests": 16}

@@ -14,16 +14,14 @@ from typing import Any
 import msgspec
 import pytest
 from drafting import DRAFTERS, drafter_options
+from fixed_costs import FLAT, STEEP, fix_costs
 from tiny import end_on, make_tiny
 
 from sgl_spec import LLM, Completion, SamplingParams
 from sgl_spec.messages import OutputChunk
 from sgl_spec.request import TokenizedRequest
-from sgl_spec.speculative.prune import CostTable
 
 VOCAB = 512
-FLAT = CostTable(rows=(1,), ms=(1.0,))  # rows are free: whole trees are verified
-STEEP = CostTable(rows=(1, 16), ms=(1.0, 2.0))
 MOST_STEPS = 20_000
 
 Case = tuple[list[int], dict[str, Any]]
@@ -151,7 +149,7 @@ def fuzz(seed: int, model: Path, plain: LLM) -> None:
     options = random_options(rng, model)
     with pytest.MonkeyPatch.context() as patch:
         costs = rng.choice([FLAT, FLAT, STEEP])
-        patch.setattr("sgl_spec.engine.engine.measure_costs", lambda *_, **__: costs)
+        fix_costs(patch, costs)
         patch.setattr("sgl_spec.engine.policy.GROWTH_TOKENS", rng.choice([2, 64]))
         llm = LLM(str(model), **options)
         scheduler = llm.engine.scheduler
