@@ -1,7 +1,8 @@
 """Errors a user can meet. Each class knows its HTTP status and its OpenAI `type`.
 
 `assert` is for our mistakes; these are for theirs. A message states the value seen and the values
-allowed. One boundary (the HTTP app, or `main` at start-up) turns an error into a reply or exit code.
+allowed. One boundary (the HTTP app, or `main` at start-up) turns an error into a reply or exit
+code.
 """
 
 from __future__ import annotations
