@@ -35,7 +35,7 @@ EVERYTHING: dict[str, Any] = {
     "frequency_penalty": 0.4,
     "presence_penalty": 0.3,
     "repetition_penalty": 1.1,
-    "logit_bias": BIAS | {"1000": -100, "1001": -100},
+    "logit_bias": BIAS | {"5": -100, "6": -100},
     "min_new_tokens": 8,
 }
 SETTINGS: dict[str, dict[str, Any]] = {

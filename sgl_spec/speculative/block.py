@@ -102,7 +102,7 @@ class _Block:
         left = (p * weight.float()[:, None] - q).clamp_(min=0)
         mass = left.sum(1, dtype=torch.float64)
         chance = torch.where(mass > 0, mass / (mass + 1 - weight), 0)
-        plain = greedy | (mass == 0)
+        plain = greedy | ~(mass > 0)
         return torch.where(plain[:, None], p, left), torch.where(greedy, weight, chance)
 
     def _passing(self, request: Tensor, node: int, chance: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ class NgramDrafter:
         self._suffixes[rows] = draft.suffixes
         self._suffixes_at[rows[in_log]] = self.trie.log.clock
         self._note_probes(rows[texts.probes & (draft.num_nodes > 1)])
-        self._totals.proposed += rows.size
+        self._totals.proposed += int((batch.max_nodes > 1).sum())
         self._totals.matched += int((draft.num_nodes > 1).sum())
         return TokenTree(
             tokens=torch.from_numpy(draft.tokens),

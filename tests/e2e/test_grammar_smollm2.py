@@ -54,7 +54,7 @@ def test_lured_answers_are_in_the_grammar(
     flags = ["--speculative-algorithm", algorithm, "--max-total-tokens", "16000"]
     if algorithm == "SELF":
         flags += ["--speculative-drafter-module", PLUGIN]
-        flags += ["--speculative-draft-model-path", "smollm2"]
+        flags += ["--speculative-draft-model-path", str(smollm2_dir)]
     server = launch_shared(*flags, model="smollm2")
     canary = Canary(server, "The capital of France is")
     free = [chat(f"Name {i} rivers.") for i in range(2, 10)]

@@ -185,8 +185,9 @@ def test_a_client_that_leaves_takes_its_request_along(crowded: Server, moment: s
         sent += 8 if moment == "behind_a_full_batch" else 1
     wait_for(lambda: busy(crowded) == 0, GONE_S, "requests run on without a client")
     aborted = state(crowded)["aborted_total"] - before
-    # One that was hung up on in its last steps may have ended well.
-    assert aborted >= (0.9 * sent if moment != "in_the_last_steps" else 1)
+    # One that was hung up on at once may never have started, one in its last steps may have ended.
+    least = {"before_prefill": 1, "in_the_last_steps": 1}.get(moment, 0.9 * sent)
+    assert aborted >= least
     drained(crowded)
     canary.alive()
 

@@ -27,7 +27,7 @@ class Gated:
 
     def __call__(self, grammar: Grammar) -> Automaton:
         self.begun.append(grammar.text)
-        if not self.gates.setdefault(grammar.text, threading.Event()).wait(60):
+        if not self.gates.setdefault(grammar.text, threading.Event()).wait(3600):
             raise TimeoutError
         if grammar.text == "bad":
             raise GrammarError("cannot be compiled: it is bad")
