@@ -11,7 +11,7 @@ import pytest
 import torch
 from fake_grammar import Counting, compile_counting, listed, mask_of, plain
 from fakes import EOS, VOCAB, RandomDrafter, SumModel
-from test_scheduler import NODES, Rig
+from rig import NODES, Rig
 
 from sgl_spec.engine.grammar_jobs import GrammarJobs
 from sgl_spec.request import SamplingParams

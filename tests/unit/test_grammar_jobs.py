@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from fake_grammar import compile_counting
 from fakes import VOCAB
-from test_scheduler import Rig
+from rig import Rig
 
 from sgl_spec.engine import grammar_jobs
 from sgl_spec.engine.grammar import GrammarError
