@@ -114,7 +114,9 @@ class Leaver:
         return body(prompt, stream=stream, max_new_tokens=tokens, ignore_eos=True)
 
     def before_prefill(self, stream: bool) -> None:
-        send(self.server, self.request(20, stream)).close()
+        connection = send(self.server, self.request(20, stream))
+        time.sleep(self.rng.uniform(0, 0.004))
+        connection.close()
 
     def in_a_long_prefill(self, stream: bool) -> None:
         connection = send(self.server, self.request(1500, stream))
