@@ -22,7 +22,8 @@ from tiny import IM_END, make_tokenizer
 
 VOCAB = 512
 TEXT = "The harbour master kept a ledger of every boat. The harbour master kept a"
-PLUGIN = str(Path(__file__).parents[1] / "plugin_drafters.py")
+TESTS = Path(__file__).parents[1]
+MODULES = {"NGRAM": TESTS / "free_rows.py", "SELF": TESTS / "plugin_drafters.py"}
 MOST = 160
 
 
@@ -30,8 +31,8 @@ MOST = 160
 def server(request: pytest.FixtureRequest, launch_shared: Launch, tiny_model_dir: Path) -> Server:
     flags = ["--speculative-algorithm", request.param, "--max-total-tokens", "24000"]
     flags += ["--max-running-requests", "24", "--enable-metrics"]
+    flags += ["--speculative-drafter-module", str(MODULES[request.param])]
     if request.param == "SELF":
-        flags += ["--speculative-drafter-module", PLUGIN]
         flags += ["--speculative-draft-model-path", str(tiny_model_dir)]
     return launch_shared(*flags)
 

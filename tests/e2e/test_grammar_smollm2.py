@@ -15,7 +15,8 @@ from talk import Canary, Reply, accepted, drained, generate, stream, together
 from sgl_spec.text import load_tokenizer
 
 VOCAB, EOS = 49152, [2]
-PLUGIN = str(Path(__file__).parents[1] / "plugin_drafters.py")
+TESTS = Path(__file__).parents[1]
+MODULES = {"NGRAM": TESTS / "free_rows.py", "SELF": TESTS / "plugin_drafters.py"}
 FREE = {"temperature": 0, "max_new_tokens": 24}
 NAMES = [name for name in ASKED if not name.startswith("ebnf")]
 
@@ -52,8 +53,8 @@ def test_lured_answers_are_in_the_grammar(
     """All schemas and regexes at once, every other one streamed, beside eight that are free; every
     `step`-th is compared with what it gives alone, without speculation."""
     flags = ["--speculative-algorithm", algorithm, "--max-total-tokens", "16000"]
+    flags += ["--speculative-drafter-module", str(MODULES[algorithm])]
     if algorithm == "SELF":
-        flags += ["--speculative-drafter-module", PLUGIN]
         flags += ["--speculative-draft-model-path", str(smollm2_dir)]
     server = launch_shared(*flags, model="smollm2")
     canary = Canary(server, "The capital of France is")
