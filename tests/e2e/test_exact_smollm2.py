@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import real_prompts
@@ -31,7 +33,10 @@ from talk import (
     together,
 )
 
+from sgl_spec.bench.report import provenance, write_row
+
 NEW = 24
+RECORD = "SGL_SPEC_RECORD_MATRIX"
 BATCH = 16
 GREEDY = {"temperature": 0, "max_new_tokens": NEW}
 
@@ -95,12 +100,14 @@ class Expected:
     ids: list[list[int]]
     outputs: list[list[int]]
 
-    def check(self, i: int, reply: Reply) -> None:
-        """Reply to prompt `i` is transformers' answer, or differs first at a tie."""
+    def check(self, i: int, reply: Reply) -> bool:
+        """Reply to prompt `i` is transformers' answer, or differs first at a tie: then True."""
         assert reply["meta_info"]["prompt_tokens"] == len(self.ids[i]), self.prompts[i]
-        if reply["output_ids"] != self.outputs[i]:
-            wrong = self.reference.explain(self.ids[i], self.outputs[i], reply["output_ids"])
-            assert wrong is None, f"prompt {i} {self.prompts[i]!r}: {wrong}"
+        if reply["output_ids"] == self.outputs[i]:
+            return False
+        wrong = self.reference.explain(self.ids[i], self.outputs[i], reply["output_ids"])
+        assert wrong is None, f"prompt {i} {self.prompts[i]!r}: {wrong}"
+        return True
 
 
 @pytest.fixture(scope="session")
@@ -160,15 +167,23 @@ def send_all(server: Server, expected: Expected, how: Pass, page: int) -> list[R
     return replies
 
 
-def run_setup(server: Server, expected: Expected, setup: Setup, passes: Sequence[Pass]) -> None:
+def run_setup(
+    server: Server, expected: Expected, setup: Setup, passes: Sequence[Pass]
+) -> list[dict[str, Any]]:
+    """Check every reply of every pass; what was seen, a row for each pass."""
+    rows = []
     for how in passes:
         replies = send_all(server, expected, how, setup.page)
-        for i, reply in enumerate(replies):
-            expected.check(i, reply)
+        ties = sum(expected.check(i, reply) for i, reply in enumerate(replies))
         helped = sum(map(accepted, replies))
         tokens = sum(reply["meta_info"]["completion_tokens"] for reply in replies)
-        print(f"{setup} {how}: {len(replies)} prompts, {helped} of {tokens} tokens were drafted")
+        rows.append(
+            {**asdict(setup), **asdict(how), "prompts": len(replies), "tokens": tokens}
+            | {"drafted": helped, "excused_by_a_tie": ties}
+        )
+        print(rows[-1])
         assert (helped > 0) == (setup.algorithm == "NGRAM")
+    return rows
 
 
 @pytest.mark.parametrize("setup", PAIRED, ids=str)
@@ -178,8 +193,21 @@ def test_greedy_text_is_transformers(servers: Start, expected: Expected, setup: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", ALL_SETUPS, ids=str)
-def test_full_matrix(servers: Start, alone: Expected, setup: Setup) -> None:
-    run_setup(servers(setup), alone, setup, ALL_PASSES)
+def test_full_matrix(
+    servers: Start, alone: Expected, matrix: list[dict[str, Any]], setup: Setup
+) -> None:
+    matrix += run_setup(servers(setup), alone, setup, ALL_PASSES)
+
+
+@pytest.fixture(scope="module")
+def matrix() -> Iterator[list[dict[str, Any]]]:
+    """The rows of the full matrix; a complete one goes to the file that RECORD names, if any."""
+    rows: list[dict[str, Any]] = []
+    yield rows
+    if RECORD in os.environ and len(rows) == len(ALL_SETUPS) * len(ALL_PASSES):
+        file = os.environ[RECORD]
+        command = [f"{RECORD}={file}", "pytest", "-m", "slow", "tests/e2e/test_exact_smollm2.py"]
+        write_row(Path(file), {**provenance(command), "new_tokens": NEW, "rows": rows})
 
 
 @pytest.fixture(scope="session")
