@@ -113,17 +113,41 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Write the KV of every row at `batch.slots`; the final-normed hidden [T, hidden_size]."""
-        positions, factor = batch.positions, self._attention_factor
-        heads_per_kv = self.config.num_heads // self.config.num_kv_heads
-        shared = _Shared(
-            rotary=rotary_rows(positions, self._inv_freq, factor, self.dtype),
-            plan=plan_attention(batch, heads_per_kv, self.dtype),
-            slots=batch.slots,
-        )
+        shared = self._share(batch)
         hidden = self.embedding.index_select(0, batch.tokens)
         for layer, k_cache, v_cache in zip(self.layers, kv.k.unbind(), kv.v.unbind(), strict=True):
             hidden = layer(hidden, k_cache, v_cache, shared)
         return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+
+    def forward_features(
+        self, batch: ForwardBatch, kv: KVCache, layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """`forward`, and what the rows were on the way: [T, len(layers) * hidden_size].
+
+        layers: which rows, concatenated in this order. l < num_layers: the residual stream that
+        enters layer l (so 0 is the embedding); num_layers: the final-normed hidden.
+        """
+        count = self.config.num_layers
+        assert layers, "nothing to capture"
+        assert all(0 <= layer <= count for layer in layers), f"{layers} of {count} layers"
+        shared = self._share(batch)
+        wanted: dict[int, Tensor] = {}
+        hidden = self.embedding.index_select(0, batch.tokens)
+        caches = zip(self.layers, kv.k.unbind(), kv.v.unbind(), strict=True)
+        for index, (layer, k_cache, v_cache) in enumerate(caches):
+            if index in layers:
+                wanted[index] = hidden  # a layer returns a new tensor, this one stays as it is
+            hidden = layer(hidden, k_cache, v_cache, shared)
+        wanted[count] = rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+        return wanted[count], torch.cat([wanted[layer] for layer in layers], dim=-1)
+
+    def _share(self, batch: ForwardBatch) -> _Shared:
+        heads_per_kv = self.config.num_heads // self.config.num_kv_heads
+        return _Shared(
+            rotary=rotary_rows(batch.positions, self._inv_freq, self._attention_factor, self.dtype),
+            plan=plan_attention(batch, heads_per_kv, self.dtype),
+            slots=batch.slots,
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, vocab_size] float32 of final-normed rows. hidden: [R, hidden_size]."""
