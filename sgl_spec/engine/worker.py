@@ -234,8 +234,7 @@ class Worker:
 
     def _plan_tree(self, draft: DraftBatch, remaining: IntArray) -> TokenTree:
         if self.drafter is None or not (draft.max_nodes > 1).any():
-            roots = draft.tokens[draft.rows, draft.lengths - 1].astype(np.int64)
-            return self._constrain(root_only(torch.from_numpy(roots)), draft.rows)
+            return self._constrain(root_only(torch.from_numpy(draft.roots())), draft.rows)
         tree = self.drafter.propose(draft)
         if self.topology is not None:
             require_sampled(tree, self.topology)

@@ -44,6 +44,10 @@ class DraftBatch:
     tokens: npt.NDArray[np.int32]
     sampling: SamplingRows | None = None
 
+    def roots(self) -> IntArray:
+        """[B] each request's last known token, the root of its tree."""
+        return self.tokens[self.rows, self.lengths - 1].astype(np.int64)
+
 
 class Drafter(Protocol):
     """Proposes a token tree per request and round. All calls come from the engine's thread.
