@@ -5,8 +5,9 @@ For row t of request i, head h and its KV head h // group:
     out[t, h] = sum_p softmax_p(scale * q[t, h] . k[slot(i, p)]) v[slot(i, p)]
 
 over the logical positions p that the row sees: all p < prefix_lens[i], and p = prefix_lens[i] + j
-for the new rows j of its own request that its mask word names (bit j), or j <= its own index when
-there are no words (a causal prefill chunk). slot(i, p) = req_to_token[rows[i], p].
+for the tree columns j of its own request that its mask word names (bit j), or j <= its own index
+when there are no words (a causal prefill chunk). slot(i, p) = req_to_token[rows[i], p]. The new
+rows are the last columns; tree_lens[i] columns before them were written by earlier forwards.
 
 How it is computed: requests of similar length and row count form a padded group; the heads that
 share a KV head are folded into the rows of one matrix product, so keys and values are never
@@ -63,10 +64,15 @@ class _Request:
     prefix: int
     start: int
     q_len: int
+    tree: int
+
+    @property
+    def columns(self) -> int:
+        return self.tree + self.q_len
 
     @property
     def kv_len(self) -> int:
-        return self.prefix + self.q_len
+        return self.prefix + self.columns
 
 
 def plan_tree_attn(
@@ -75,6 +81,7 @@ def plan_tree_attn(
     prefix_lens: Tensor,
     q_starts: Tensor,
     mask_words: Tensor | None,
+    tree_lens: Tensor | None = None,
     *,
     heads_per_kv: int,
     dtype: torch.dtype,
@@ -82,14 +89,16 @@ def plan_tree_attn(
     """Plan the attention of one forward.
 
     req_to_token: [rows, width] int32. rows, prefix_lens: [B] int64. q_starts: [B + 1] int64.
-    mask_words: [T] int64 or None (causal chunks). heads_per_kv: query heads per KV head. dtype:
-    of q.
+    mask_words: [T] int64 or None (causal chunks). tree_lens: [B] int64 or None (all 0), tree
+    columns that are there already; needs words. heads_per_kv: query heads per KV head. dtype: of q.
     """
+    assert tree_lens is None or mask_words is not None, "a causal chunk has no tree before it"
     starts = q_starts.tolist()
+    trees = [0] * (len(starts) - 1) if tree_lens is None else tree_lens.tolist()
     requests = [
-        _Request(row, prefix, start, stop - start)
-        for row, prefix, (start, stop) in zip(
-            rows.tolist(), prefix_lens.tolist(), pairwise(starts), strict=True
+        _Request(row, prefix, start, stop - start, tree)
+        for row, prefix, tree, (start, stop) in zip(
+            rows.tolist(), prefix_lens.tolist(), trees, pairwise(starts), strict=True
         )
     ]
     builder = _PlanBuilder(req_to_token, mask_words, heads_per_kv, dtype)
@@ -254,7 +263,7 @@ class _PlanBuilder:
         self, requests: list[_Request], q_len: int, kv_len: int, order: list[int]
     ) -> Tensor | None:
         ragged = any(request.kv_len < kv_len for request in requests)
-        if q_len == 1 and not ragged:
+        if q_len == 1 and not ragged and not any(request.tree for request in requests):
             return None
         prefix = self._ints([request.prefix for request in requests])[:, None]
         column = torch.arange(kv_len, device=self.device)
@@ -262,10 +271,12 @@ class _PlanBuilder:
             words = torch.ones(len(requests), q_len, dtype=torch.int64, device=self.device)
         else:
             words = self.mask_words[self._ints(order)].view(len(requests), q_len)
-        new = column - prefix  # [b, kv_len]: index among the request's new rows, negative: prefix
+        new = column - prefix  # [b, kv_len]: column of the request's tree, negative: prefix
         own = (words[:, :, None] >> new.clamp(0, 63)[:, None, :]) & 1
-        lengths = self._ints([request.q_len for request in requests])[:, None]
+        lengths = self._ints([request.columns for request in requests])[:, None]
         visible = torch.where((new < 0)[:, None, :], True, (own != 0) & (new < lengths)[:, None, :])
+        if q_len == 1 and bool(visible.all()):  # the newest node of a chain
+            return None
         return self._additive(visible.repeat_interleave(self.heads_per_kv, 1))[:, None]
 
     def _additive(self, visible: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ def plan_attention(batch: ForwardBatch, heads_per_kv: int, dtype: torch.dtype) -
         batch.prefix_lens,
         batch.q_starts,
         batch.mask_words,
+        batch.tree_lens,
         heads_per_kv=heads_per_kv,
         dtype=dtype,
     )

@@ -32,9 +32,15 @@ class ForwardBatch:
     rows
       per request). A root-only tree (one row, word 1) is ordinary decoding.
 
+    A tree may also be written in several forwards, a few rows at a time: request i then has
+    tree_lens[i] columns of it in the cache already, this forward's rows are written behind them, at
+    logical positions prefix_lens[i] + tree_lens[i] + ..., and bit c of a word names column c of the
+    whole tree, logical position prefix_lens[i] + c (at most 64 columns per request).
+
     tokens, positions, slots: [T] int64. mask_words: [T] int64 or None.
     req_to_token: [rows, width] int32, the slot of each logical position of each request row.
     rows: [B] int64, table row of each request. prefix_lens: [B] int64. q_starts: [B + 1] int64.
+    tree_lens: [B] int64, with mask_words only; None is all 0.
     """
 
     tokens: Tensor
@@ -45,3 +51,4 @@ class ForwardBatch:
     prefix_lens: Tensor
     q_starts: Tensor
     mask_words: Tensor | None
+    tree_lens: Tensor | None = None

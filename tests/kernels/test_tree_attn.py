@@ -17,11 +17,15 @@ from sgl_spec_kernels.tree_attn_ref import AttnPlan, plan_tree_attn, tree_attn
 
 @dataclass(frozen=True)
 class Case:
-    """requests: (prefix, new rows) each. catches: what a wrong kernel would do here."""
+    """requests: (prefix, new rows) each. trees: columns of each one's tree that earlier forwards
+    wrote; chains: every node's parent is the one before it. catches: what a wrong kernel would do
+    here."""
 
     catches: str
     requests: Sequence[tuple[int, int]]
     tree: bool = True
+    trees: Sequence[int] | None = None
+    chains: bool = False
     heads: int = 6
     kv_heads: int = 2
     head_dim: int = 16
@@ -68,6 +72,28 @@ CASES = {
     ),
     "no shared heads": Case("folding with one head per KV head", [(9, 5)], heads=3, kv_heads=3),
     "one kv head": Case("folding with every head on one KV head", [(9, 5)], heads=7, kv_heads=1),
+    "second step": Case(
+        "rows that see themselves only, or every node of the step before",
+        [(19, 4), (19, 4)],
+        trees=[4, 4],
+    ),
+    "steps of other depths": Case(
+        "bits counted from the new rows; columns past a shorter tree",
+        [(19, 4), (40, 3), (7, 1), (0, 2)],
+        trees=[8, 0, 5, 60],
+    ),
+    "last column": Case("the sign bit of a later step's word", [(30, 8)], trees=[56]),
+    "chain step": Case("a mask where every column is seen", [(37, 1)], trees=[3], chains=True),
+    "chain steps": Case(
+        "no mask though columns of one request are padding",
+        [(37, 1), (36, 1)],
+        trees=[3, 2],
+        chains=True,
+    ),
+    "one row beside another branch": Case("no mask for a single row", [(37, 1)], trees=[6]),
+    "step in a run of slots": Case(
+        "a view that ends before the new rows", [(37, 3)], trees=[3], contiguous=True
+    ),
     "bfloat16": Case("a mask in another dtype than q", [(30, 6), (28, 5)], dtype=torch.bfloat16),
 }
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -83,6 +109,7 @@ class Inputs:
     prefixes: Tensor
     starts: Tensor
     words: Tensor | None
+    trees: Tensor | None
 
     def plan(self) -> AttnPlan:
         return plan_tree_attn(
@@ -91,6 +118,7 @@ class Inputs:
             self.prefixes,
             self.starts,
             self.words,
+            self.trees,
             heads_per_kv=self.q.shape[1] // self.k.shape[1],
             dtype=self.q.dtype,
         )
@@ -101,7 +129,10 @@ def make_inputs(case: Case) -> Inputs:
     torch.manual_seed(1)
     rng = random.Random(1)
     lens = [n for _, n in case.requests]
-    width = max(prefix + n for prefix, n in case.requests) + 3
+    trees = case.trees or [0] * len(lens)
+    columns = [tree + n for tree, n in zip(trees, lens, strict=True)]
+    prefixes = [prefix for prefix, _ in case.requests]
+    width = max(prefix + n for prefix, n in zip(prefixes, columns, strict=True)) + 3
     count = len(lens)
     rows = torch.randperm(count + 2)[:count]
     slots = torch.arange((count + 2) * width + 5)
@@ -110,19 +141,21 @@ def make_inputs(case: Case) -> Inputs:
     table = slots[: (count + 2) * width].view(count + 2, width).int()
     kv = torch.full((2, len(slots), case.kv_heads, case.head_dim), torch.nan, dtype=case.dtype)
     words: list[int] = []
-    for row, (prefix, n) in zip(rows.tolist(), case.requests, strict=True):
+    for row, prefix, tree, n in zip(rows.tolist(), prefixes, trees, columns, strict=True):
         used = table[row, : prefix + n].long()
         kv[:, used] = torch.randn(2, len(used), *kv.shape[2:]).to(case.dtype)
-        words += tree_words([-1, *(rng.randrange(i) for i in range(1, n))])[0]
+        parents = [i - 1 if case.chains else rng.randrange(i) for i in range(1, n)]
+        words += tree_words([-1, *parents])[0][tree:]
     return Inputs(
         q=torch.randn(sum(lens), case.heads, case.head_dim).to(case.dtype),
         k=kv[0],
         v=kv[1],
         table=table,
         rows=rows,
-        prefixes=torch.tensor([prefix for prefix, _ in case.requests]),
+        prefixes=torch.tensor(prefixes),
         starts=torch.tensor([0, *lens]).cumsum(0),
         words=torch.tensor(words) if case.tree else None,
+        trees=None if case.trees is None else torch.tensor(case.trees),
     )
 
 
@@ -135,7 +168,8 @@ def by_definition(inputs: Inputs) -> Tensor:
         prefix = int(inputs.prefixes[request])
         for t in range(start, stop):
             word = int(inputs.words[t]) if inputs.words is not None else (2 << (t - start)) - 1
-            new = [prefix + j for j in range(stop - start) if word >> j & 1]
+            columns = 64 if inputs.words is not None else stop - start
+            new = [prefix + j for j in range(columns) if word >> j & 1]
             slots = inputs.table[row, [*range(prefix), *new]].long()
             for head in range(q.shape[1]):
                 kv_head = head // (q.shape[1] // k.shape[1])
@@ -162,6 +196,13 @@ def test_equals_the_definition(name: str) -> None:
         rtol=0,
         msg=lambda found: f"{case.catches}: {found}",
     )
+
+
+def test_a_chain_step_needs_no_mask() -> None:
+    """The newest node of a lone chain sees every column: attention runs without a mask."""
+    for chains in (True, False):
+        plan = make_inputs(Case("", [(37, 1)], trees=[6], chains=chains)).plan()
+        assert (plan.groups[0].mask is None) == chains
 
 
 def test_slot_placement_does_not_change_a_bit() -> None:
