@@ -1,0 +1,128 @@
+"""Which tokens a draft model's row proposes, and how likely the target is to draw each.
+
+An estimate is the softmax of scores over the row's columns:
+
+    greedy                     x / e
+    sampled, plain             x / T
+    sampled, shared noise      (x + T g) / e,    g = -log E, the target's own Gumbel noise
+
+x: the draft's logits, T the temperature, e the typical error of the draft's logits as the target
+sees them. The target draws argmax (x + error + T g), so the best perturbed score is its token
+unless errors say otherwise; at T = 0 that is the greedy line. Tokens that top_k, top_p or min_p
+would drop, were the draft the target, are not proposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sgl_spec.speculative.filters import survivors
+from sgl_spec.speculative.noise import exponential, noise_bits, row_keys
+from sgl_spec.speculative.sampling import SamplingRows, one_thread
+
+DRAFT_ERROR = 1.0
+_CACHE_ELEMENTS = 1 << 16  # rows whose temporaries stay in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """How the rows of B requests are ranked.
+
+    sampling: the requests' parameters, None if all are greedy. topk: tokens per row. shared_noise:
+    rank sampled requests with the target's noise. error: e above, > 0.
+    """
+
+    sampling: SamplingRows | None
+    topk: int
+    shared_noise: bool
+    error: float
+
+    def best(
+        self, logits: Tensor, request: Tensor, positions: Tensor, ids: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The `topk` best tokens of each row, best first: [R, K] float32 log-probabilities, -inf
+        behind a row's last, and [R, K] int64 tokens, distinct where the former are finite.
+
+        logits: [R, W] float32. request: [R] int64, the request of each row. positions: [R] int64,
+        absolute, of the tokens proposed. ids: [W] int64, the token of each column; None where the
+        columns are the vocabulary.
+        """
+        scores = logits.new_full((logits.shape[0], self.topk), -torch.inf)
+        tokens = torch.zeros(scores.shape, dtype=torch.int64, device=logits.device)
+        with one_thread(logits):
+            for part, z, columns in self._scored(logits, request, positions, ids):
+                value, at = _best(z, self.topk)
+                if columns is not None:
+                    at = columns.gather(1, at)
+                scores[part, : at.shape[1]] = value
+                tokens[part, : at.shape[1]] = at if ids is None else ids[at]
+        return scores, tokens
+
+    def _scored(
+        self, logits: Tensor, request: Tensor, positions: Tensor, ids: Tensor | None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Row numbers [r], their scores [r, n], and the columns these belong to (None: all)."""
+        rows = self.sampling
+        if rows is None or not rows.any_sampled:
+            yield torch.arange(len(logits), device=logits.device), logits / self.error, None
+            return
+        every = rows.select(request)
+        greedy = every.temperature == 0
+        (still,) = torch.nonzero(greedy, as_tuple=True)
+        if still.numel():
+            yield still, logits[still] / self.error, None
+        filtered = (every.top_k < logits.shape[1]) | (every.top_p < 1) | (every.min_p > 0)
+        for group, narrowed in ((~greedy & ~filtered, False), (~greedy & filtered, True)):
+            (members,) = torch.nonzero(group, as_tuple=True)
+            for part in _blocks(members, logits):
+                mine = every.select(part)
+                if narrowed:
+                    columns, weights = survivors(logits[part], mine)
+                    z = weights.log_().mul_(mine.temperature[:, None])
+                else:
+                    columns, z = None, logits[part]
+                yield part, self._perturbed(z, mine, positions[part], columns, ids), columns
+
+    def _perturbed(
+        self,
+        x: Tensor,
+        rows: SamplingRows,
+        positions: Tensor,
+        columns: Tensor | None,
+        ids: Tensor | None,
+    ) -> Tensor:
+        """[r, n] scores of sampled rows. In place of their logits [r, n]."""
+        temperature = rows.temperature[:, None]
+        if not self.shared_noise:
+            return x.div_(temperature)
+        if columns is None:
+            columns = torch.arange(x.shape[1], device=x.device)
+        tokens = (columns if ids is None else ids[columns]).to(torch.int32)
+        noise = exponential(noise_bits(row_keys(rows.seed, positions), tokens)).log_()
+        return x.sub_(noise.mul_(temperature)).div_(self.error)
+
+
+def _blocks(members: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+    if not members.numel():
+        return ()
+    most = len(members)
+    if logits.device.type == "cpu":
+        most = max(1, _CACHE_ELEMENTS // logits.shape[1])
+    return torch.split(members, most)
+
+
+def _best(z: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """[r, k <= topk] the largest log-softmaxes of rows [r, n], falling, and where they are; equal
+    ones by rising index. A row with NaN or +inf, or of nothing but -inf, has none: -inf."""
+    if topk == 1:
+        at = z.argmax(1, keepdim=True)
+    else:
+        at = z.topk(min(topk, z.shape[1]), dim=1).indices.sort(dim=1).values
+        order = z.gather(1, at).sort(dim=1, descending=True, stable=True).indices
+        at = at.gather(1, order)
+    value = z.gather(1, at) - z.logsumexp(1, keepdim=True)
+    return value.clamp_(max=0).nan_to_num_(nan=-torch.inf, neginf=-torch.inf), at
