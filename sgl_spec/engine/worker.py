@@ -33,7 +33,7 @@ from sgl_spec.speculative.base import DraftBatch, Drafter
 from sgl_spec.speculative.grammar import Constraint, mask_tree, token_masks
 from sgl_spec.speculative.penalties import TokenCounts
 from sgl_spec.speculative.propose import require_sampled
-from sgl_spec.speculative.prune import keep_nodes, prune
+from sgl_spec.speculative.prune import MIN_GAIN, keep_nodes, prune
 from sgl_spec.speculative.rules import AcceptanceRule, FollowRule
 from sgl_spec.speculative.sampling import SamplingRows, build_rows
 from sgl_spec.speculative.topology import Topology
@@ -245,7 +245,8 @@ class Worker:
             tree = keep_nodes(tree, useful & tree.used())
         tree = self._constrain(tree, draft.rows)
         if int(tree.num_nodes.max()) > 1:
-            tree = tree if self.costs is None else prune(tree, self.costs.table(tree.batch))
+            if self.costs is not None:
+                tree = prune(tree, self.costs.table(tree.batch), MIN_GAIN)
         return narrow(tree)
 
     def _constrain(self, tree: TokenTree, rows: IntArray) -> TokenTree:

@@ -3,7 +3,9 @@
 Prompts and outputs go into one trie (`trie.py`); the trees continue the longest suffixes of each
 text that the trie knows (`ngram_tree.py`), and every node carries a learned estimate of its
 acceptance (`ngram_scores.py`), by which the engine drops the nodes that do not pay for themselves.
-A request whose drafts keep being dropped is probed now and then, so that it can come back.
+A request whose drafts keep being dropped is probed now and then, so that it can come back. When
+nothing of a batch's proposals is verified the drafter rests for a few rounds, because looking up
+and inserting cost a few percent of a small batch's round.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from sgl_spec.speculative.ngram_memo import ProposalMemo
 from sgl_spec.speculative.ngram_queue import InsertQueue, Job, join
 from sgl_spec.speculative.ngram_scores import AcceptanceModel
 from sgl_spec.speculative.ngram_tree import Texts, TreeBuilder
-from sgl_spec.speculative.tree import AcceptResult, TokenTree
+from sgl_spec.speculative.tree import AcceptResult, TokenTree, root_only
 from sgl_spec.speculative.trie import NgramTrie, Piece
 
 Ints = npt.NDArray[np.int64]
@@ -29,7 +31,8 @@ Ints32 = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
 ROUND_TOKENS = 160  # a round inserts outputs first, then queued prompts up to this many tokens
-MIN_SLICE = 40  # but always so many of the queue
+MIN_SLICE = 24  # but always so many of the queue
+MAX_REST = 3  # rounds without a proposal after proposals of which nothing was worth verifying
 _PROBE_GAP = 32  # rounds without a verified draft until a request is probed; doubles if in vain
 _MAX_PROBE_GAP = 512
 _PROBE_SHARE = 16  # at most one request in so many (and at least one) is probed in a round
@@ -110,6 +113,10 @@ class NgramDrafter:
         self._tried_at = np.zeros(num_rows, np.int64)  # round of the last verified draft or probe
         self._gap = np.full(num_rows, _PROBE_GAP)
         self._round = 0
+        self._in_vain = 0  # proposals in a row of which nothing was verified
+        self._rest = 0  # rounds to go without a proposal
+        self._owed = np.zeros(num_rows, np.int64)  # length of a text whose end is not yet given
+        self._texts: Ints32 | None = None  # where the owed texts stand
         self._totals = _Totals()
 
     # ---- the protocol
@@ -118,6 +125,7 @@ class NgramDrafter:
         """See `Drafter`. Queues the tokens from `known` on; a first slice goes in at once, so that
         a short prompt can be copied from the first round on."""
         self._forget(row)
+        self._in_vain = self._rest = 0
         self._given[row] = len(tokens)
         if known < len(tokens):
             idle = not self._queue.pending
@@ -127,6 +135,8 @@ class NgramDrafter:
 
     def propose(self, batch: DraftBatch) -> TokenTree:
         """See `Drafter`."""
+        if self._rest:
+            return root_only(torch.from_numpy(batch.roots()))
         rows = batch.rows
         windows, known = self._windows(batch, rows, batch.lengths - 1, -1)
         in_log = ~self._queue.queued[rows] & (self._given[rows] == batch.lengths)
@@ -156,11 +166,19 @@ class NgramDrafter:
         """See `Drafter`. Learns from the verified nodes and inserts the new tokens."""
         if tree.width > 1:
             self._learn(batch.rows, tree, accepted)
-        self._insert(batch, batch.lengths + accepted.counts.numpy(force=True))
+        self._plan_rest(tree.width > 1)
+        ends = batch.lengths + accepted.counts.numpy(force=True)
+        if self._rest and not self._queue.pending:
+            self._owed[batch.rows], self._texts = ends, batch.tokens
+        else:
+            self._insert(batch, ends)
         self._round += 1
 
     def finish(self, row: int) -> None:
-        """See `Drafter`. What is queued of the row's text is still inserted."""
+        """See `Drafter`. What is queued or owed of the row's text is still inserted."""
+        given, end = int(self._given[row]), int(self._owed[row])
+        if given < end and self._texts is not None and not self._queue.queued[row]:
+            self._queue.add(row, self._texts[row, :end], given, int(self._tails[row]))
         self._forget(row)
 
     def flush(self) -> None:
@@ -170,6 +188,8 @@ class NgramDrafter:
         for row in range(self._given.size):
             self._forget(row)
         self._queue.clear()
+        self._in_vain = self._rest = 0
+        self._texts = None
         self._totals = _Totals()
 
     def stats(self) -> dict[str, float]:
@@ -179,12 +199,25 @@ class NgramDrafter:
             "trie_nodes": self.trie.num_nodes,
             "trie_bytes": self.trie.num_bytes,
             "trie_evicted": self.trie.nodes.evicted,
-            "pending_tokens": self._queue.pending,
+            "pending_tokens": self._queue.pending + self._num_owed(),
             "dropped_tokens": self._queue.dropped,
             "match_rate": totals.matched / max(1, totals.proposed),
             "acceptance_rate": totals.accepted / max(1, totals.tried),
             "probes": totals.probes,
         }
+
+    def _num_owed(self) -> int:
+        return int(np.maximum(self._owed - self._given, 0).sum())
+
+    def _plan_rest(self, verified: bool) -> None:
+        """Count a rest down, or begin one: the longer, the more proposals in a row were in vain."""
+        if verified:
+            self._in_vain = self._rest = 0
+        elif self._rest:
+            self._rest -= 1
+        else:
+            self._in_vain += 1
+            self._rest = min(self._in_vain, MAX_REST)
 
     # ---- rows
 
@@ -194,6 +227,7 @@ class NgramDrafter:
         self._memo.forget(row)
         self.model.start(row)
         self._given[row] = 0
+        self._owed[row] = 0
         self._tails[row] = 0
         self._suffixes_at[row] = -1
         self._tried_at[row] = self._round

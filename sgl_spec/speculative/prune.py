@@ -52,19 +52,25 @@ class CostTable:
         return times + self.fixed
 
 
-def prune(tree: TokenTree, table: CostTable) -> TokenTree:
+MIN_GAIN = 0.08
+"""Expected gain below which the engine verifies nothing: handling a tree has costs beside its
+forward, and measured times and estimated chances are only nearly right."""
+
+
+def prune(tree: TokenTree, table: CostTable, min_gain: float = 0.0) -> TokenTree:
     """The part of a batch of trees that is worth verifying; without scores, all of it."""
     if tree.scores is None:
         return tree
-    return keep_nodes(tree, choose_nodes(tree, table))
+    return keep_nodes(tree, choose_nodes(tree, table, min_gain))
 
 
-def choose_nodes(tree: TokenTree, table: CostTable) -> Tensor:
+def choose_nodes(tree: TokenTree, table: CostTable, min_gain: float = 0.0) -> Tensor:
     """[B, N] bool: the nodes whose verification maximises expected tokens per millisecond.
 
     Nodes are taken over the whole batch by falling score; among equals the shallower, then the
     lower index first. A score above its parent's counts as its parent's, so that ancestors come
-    first. Of equally good choices the largest is taken. Roots are always kept.
+    first. Of equally good choices the largest is taken; one that promises less than `min_gain`
+    over the bare roots is not. Roots are always kept.
     """
     scores = tree.capped_scores().numpy(force=True).astype(np.float64)
     drafted = tree.used().numpy(force=True).copy()
@@ -76,6 +82,8 @@ def choose_nodes(tree: TokenTree, table: CostTable) -> Tensor:
     emitted = tree.batch + np.concatenate(([0.0], np.cumsum(gains[order])))
     rate = emitted / table.costs(tree.batch, tree.batch + flat.size)
     count = flat.size - int(np.argmax(rate[::-1]))  # the last of equal maxima
+    if rate[count] < rate[0] * (1 + min_gain):
+        count = 0
     keep = np.zeros_like(drafted)
     keep[:, 0] = True
     keep.reshape(-1)[flat[order[:count]]] = True

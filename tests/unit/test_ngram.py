@@ -20,7 +20,7 @@ from sgl_spec.speculative.base import DraftBatch, DrafterContext, build_drafter
 from sgl_spec.speculative.ngram import NgramDrafter, NgramOptions
 from sgl_spec.speculative.ngram_scores import UNKNOWN_SHARE, AcceptanceModel
 from sgl_spec.speculative.prune import keep_nodes
-from sgl_spec.speculative.tree import AcceptResult, TokenTree
+from sgl_spec.speculative.tree import AcceptResult, TokenTree, narrow
 
 VOCAB = 1000
 ROWS = 6
@@ -285,19 +285,42 @@ def test_a_resumed_request_is_not_counted_twice() -> None:
     server.settle()
     for _ in range(5):
         server.round()
-    total = counted(server.drafter)
-    length = int(server.lengths[0])
+    server.settle()
+    total, start = counted(server.drafter), int(server.lengths[0])
     server.stop(0)
-    server.start(3, text, length, known=length)
+    server.start(3, text, start, known=start)
     assert server.drafter.stats()["pending_tokens"] == 0
-    emitted = server.round()
-    assert counted(server.drafter) == total + 8 * emitted
-    server.stop(3)
+    server.round()
+    server.settle()
     length = int(server.lengths[3])
+    assert counted(server.drafter) == total + 8 * (length - start)
+    server.stop(3)
     server.start(2, text, length + 4, known=length)
     server.settle()
-    gained = int(server.lengths[2]) - length
-    assert counted(server.drafter) == total + 8 * (emitted + gained)
+    assert counted(server.drafter) == total + 8 * (int(server.lengths[2]) - start)
+
+
+def test_a_drafter_whose_trees_are_not_worth_verifying_rests() -> None:
+    """It proposes every fourth round then, learns all the same, and wakes with a new request."""
+    server = Server(make(), prune=only_roots)
+    looping = [3, 4, 5] * 100
+    server.start(0, looping, 30)
+    server.settle()
+    widths = [server.propose().width for _ in range(24) if server.round()]
+    assert widths.count(1) == 18
+    length = int(server.lengths[0])
+    server.stop(0)  # what the rest left uninserted goes in now
+    server.start(1, looping, 30)
+    assert server.propose().width > 1
+    server.settle()
+    assert server.drafter.stats()["pending_tokens"] == 0
+    assert counted(server.drafter) >= sum(min(8, end + 1) for end in range(length))
+
+
+def only_roots(tree: TokenTree) -> TokenTree:
+    keep = torch.zeros_like(tree.tokens, dtype=torch.bool)
+    keep[:, 0] = True
+    return narrow(keep_nodes(tree, keep))
 
 
 def test_a_request_retracted_in_the_queue_keeps_its_place() -> None:

@@ -126,6 +126,18 @@ def test_scores_that_rise_along_a_path_still_give_a_tree() -> None:
     assert choose_nodes(tree, table).tolist() == [[True, True, False, False]]
 
 
+def test_a_gain_that_is_not_worth_the_trouble_is_left() -> None:
+    tree = TokenTree(
+        torch.tensor([[10, 11]]),
+        torch.tensor([[-1, 0]]),
+        torch.tensor([2]),
+        torch.tensor([[1.0, 0.5]]),
+    )
+    table = CostTable(rows=(1, 2), ms=(10.0, 14.0))  # 1.5 tokens in 1.4 times the time: 7 % more
+    assert prune(tree, table, min_gain=0.07).num_nodes.tolist() == [2]
+    assert prune(tree, table, min_gain=0.08).num_nodes.tolist() == [1]
+
+
 def test_a_tree_without_scores_is_verified_whole() -> None:
     tree = TokenTree(torch.arange(3)[None], torch.tensor([[-1, 0, 1]]), torch.tensor([3]))
     assert prune(tree, STEEP) is tree
