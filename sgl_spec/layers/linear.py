@@ -47,6 +47,10 @@ class Linear:
             return _packed_add(x, residual, self.weight, self.bias, "add")
         return F.linear(x, self.weight, self.bias).add_(residual)
 
+    def plain_weight(self) -> Tensor:
+        """The weight [out, in] in the ordinary layout: a copy where it is packed."""
+        return self.weight.to_dense() if self.packed else self.weight
+
     def tensors(self) -> list[Tensor]:
         """The weight as stored, and the bias if there is one."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]

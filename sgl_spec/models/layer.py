@@ -1,0 +1,166 @@
+"""The decoder layer, and what the layers of one model share in a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sgl_spec.layers.attention import plan_attention, store_and_attend
+from sgl_spec.layers.context import ForwardBatch, KVCache
+from sgl_spec.layers.linear import Linear
+from sgl_spec.layers.norm_rope import RotaryRows, rms_norm, rotary_rows, rotate
+from sgl_spec.models.config import ModelConfig
+from sgl_spec.models.rope import attention_factor, inverse_frequencies
+from sgl_spec_kernels.tree_attn_ref import AttnPlan
+
+WeightSource = Callable[[str], Tensor]
+"""A weight by its Hugging Face name, in the dtype and on the device of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What every layer of one forward reads."""
+
+    rotary: RotaryRows
+    plan: AttnPlan
+    slots: Tensor
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind an RMSNorm and added to the residual stream."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        prefix: str,
+        *,
+        input_norm: bool = True,
+    ) -> None:
+        """prefix: of the weights' names. input_norm: False where attention reads the residual
+        stream as it is."""
+        self.eps = config.rms_norm_eps
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+
+        def linear(names: tuple[str, ...], bias: bool) -> Linear:
+            stacked = [weights(f"{prefix}.{name}.weight") for name in names]
+            biases = [weights(f"{prefix}.{name}.bias") for name in names] if bias else []
+            return Linear(
+                torch.cat(stacked) if len(stacked) > 1 else stacked[0],
+                torch.cat(biases) if biases else None,
+            )
+
+        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.qkv = linear(qkv, config.attention_bias)
+        self.output = linear(("self_attn.o_proj",), config.output_bias)
+        self.gate_up = linear(("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias)
+        self.down = linear(("mlp.down_proj",), config.mlp_bias)
+        self.input_norm = weights(f"{prefix}.input_layernorm.weight") if input_norm else None
+        self.post_norm = weights(f"{prefix}.post_attention_layernorm.weight")
+        self.qk_norm = None
+        if config.qk_norm:
+            q_norm = weights(f"{prefix}.self_attn.q_norm.weight")
+            k_norm = weights(f"{prefix}.self_attn.k_norm.weight")
+            self.qk_norm = (q_norm, k_norm)
+
+    def __call__(self, hidden: Tensor, k_cache: Tensor, v_cache: Tensor, shared: Shared) -> Tensor:
+        """hidden: [T, hidden_size], the residual stream; k_cache, v_cache: this layer's."""
+        norm = self.input_norm
+        normed = hidden if norm is None else rms_norm(hidden, norm, self.eps)
+        return self.mix(hidden, normed, k_cache, v_cache, shared)
+
+    def mix(
+        self, hidden: Tensor, normed: Tensor, k_cache: Tensor, v_cache: Tensor, shared: Shared
+    ) -> Tensor:
+        """The layer with what its attention reads given: normed [T, columns of the q, k and v
+        weights]."""
+        attended = self._attention(normed, k_cache, v_cache, shared)
+        hidden = self.output.add_to(hidden, attended)
+        gate, up = self.gate_up(rms_norm(hidden, self.post_norm, self.eps)).chunk(2, dim=-1)
+        return self.down.add_to(hidden, F.silu(gate).mul_(up))
+
+    def tensors(self) -> list[Tensor]:
+        """Every weight."""
+        linears = (self.qkv, self.output, self.gate_up, self.down)
+        stored = [tensor for linear in linears for tensor in linear.tensors()]
+        norms = () if self.input_norm is None else (self.input_norm,)
+        return [*stored, *norms, self.post_norm, *(self.qk_norm or ())]
+
+    def _attention(
+        self, normed: Tensor, k_cache: Tensor, v_cache: Tensor, shared: Shared
+    ) -> Tensor:
+        qkv = self.qkv(normed).view(len(normed), -1, self.head_dim)  # [T, q + k + v heads, d]
+        qk = qkv[:, : -self.num_kv_heads]
+        if self.qk_norm is not None:
+            q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+            q_norm, k_norm = self.qk_norm
+            qk = torch.cat((rms_norm(q, q_norm, self.eps), rms_norm(k, k_norm, self.eps)), dim=1)
+        qk = rotate(qk, shared.rotary)
+        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        v = qkv[:, -self.num_kv_heads :]
+        return store_and_attend(q, k, v, k_cache, v_cache, shared.slots, shared.plan)
+
+
+class LayerStack:
+    """Layers that share one geometry: their rotary embedding, their attention plan, their KV.
+
+    config: shapes and rotary settings. layers: `config.num_layers` of them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Sequence[DecoderLayer],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        assert len(layers) == config.num_layers
+        self.config = config
+        self.layers = layers
+        self.dtype = dtype
+        self.device = device
+        self._inv_freq = inverse_frequencies(config.rope, config.head_dim).to(device)
+        self._attention_factor = attention_factor(config.rope)
+
+    def share(self, batch: ForwardBatch) -> Shared:
+        """What all layers read in the forward of `batch`; positions may be any."""
+        heads_per_kv = self.config.num_heads // self.config.num_kv_heads
+        factor = self._attention_factor
+        return Shared(
+            rotary=rotary_rows(batch.positions, self._inv_freq, factor, self.dtype),
+            plan=plan_attention(batch, heads_per_kv, self.dtype),
+            slots=batch.slots,
+        )
+
+    def caches(self, kv: KVCache) -> Iterator[tuple[DecoderLayer, Tensor, Tensor]]:
+        """Each layer with its keys and values."""
+        return zip(self.layers, kv.k.unbind(), kv.v.unbind(), strict=True)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one KV slot over all layers."""
+        config = self.config
+        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+
+    def new_kv_cache(self, num_slots: int) -> KVCache:
+        """Empty keys and values for `num_slots` tokens of every layer."""
+        config = self.config
+        shape = (config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
+        k = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return KVCache(k=k, v=torch.zeros_like(k))
+
+    def tensors(self) -> list[Tensor]:
+        """Every weight of every layer."""
+        return [tensor for layer in self.layers for tensor in layer.tensors()]
+
+
+def total_bytes(tensors: Iterable[Tensor]) -> int:
+    """Memory of the tensors, each counted once."""
+    distinct = {id(tensor): tensor for tensor in tensors}
+    return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
