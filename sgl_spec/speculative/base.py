@@ -6,17 +6,25 @@ they were sampled from. A drafter that can do that says so with a class attribut
 finds the shape of its trees in `DrafterContext.topology`, and draws them with
 `propose.SampledTrees`. The text then has the target's distribution, but its tokens depend on the
 drafts.
+
+A drafter may also keep keys and values of its own in the target's slots, and read hidden states of
+the target: see `KVDrafter`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
+from sgl_spec.layers.context import ForwardBatch
+from sgl_spec.models.decoder import Decoder
+from sgl_spec.models.draft import DraftModel
 from sgl_spec.speculative.sampling import SamplingRows
 from sgl_spec.speculative.topology import Topology
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
@@ -47,6 +55,14 @@ class DraftBatch:
     def roots(self) -> IntArray:
         """[B] each request's last known token, the root of its tree."""
         return self.tokens[self.rows, self.lengths - 1].astype(np.int64)
+
+    def take(self, index: IntArray) -> DraftBatch:
+        """The requests at `index` (int64, rising)."""
+        sampling = self.sampling
+        if sampling is not None:
+            sampling = sampling.select(torch.from_numpy(index))
+        rows, lengths, most = self.rows[index], self.lengths[index], self.max_nodes[index]
+        return DraftBatch(rows, lengths, most, self.tokens, sampling)
 
 
 class Drafter(Protocol):
@@ -79,6 +95,62 @@ class Drafter(Protocol):
         """Figures for /server_info and /metrics."""
 
 
+class KVDrafter(Drafter, Protocol):
+    """A drafter with a KV cache of its own, in the target's slots, that follows the target's.
+
+    It says so with the class attribute `follows_kv = True`. Its cache has as many slots as the
+    target's (`DrafterContext.num_slots`), and finds the slot of a position in the same table
+    (`DrafterContext.req_to_token`), whose entries may change between two calls. The rules:
+
+    - Positions below `written_len` hold its KV. It writes no others than those from `written_len`
+      on, because the slots before may be shared with other requests; a position is written once.
+      Prefixes are shared through the prefix cache only as far as the drafter has written them.
+    - Behind the text, a round may write any position up to committed length + A, A being the
+      larger of --speculative-num-draft-tokens and --speculative-num-steps times
+      --speculative-eagle-topk. The target's verify does not touch the drafter's cache, and nothing
+      in it moves when a path is accepted: what is kept of such rows is the drafter's affair.
+    - A drafter that is not asked to `propose` still hears of every token. It may write its KV at
+      any of its calls, so it can let rows wait until they are needed, but should bound what waits.
+
+    Life of a row: `open`, `prefilled` for each chunk of the prompt, `begin`, then `propose` (where
+    the request may be drafted for), `verified` and `observe` in every round, `finish`. A request
+    that ends before its prompt is through gets no `begin` and no `finish`.
+
+    capture: layers of the target whose hidden states it wants, as `Decoder.forward_features` counts
+    them; () for none. reads_ahead: whether its KV at a position depends on the token of the next
+    position as well. Then two texts share a position only if they agree about the next token too.
+    """
+
+    follows_kv: bool
+    capture: tuple[int, ...]
+    reads_ahead: bool
+
+    def open(self, row: int, cached: int) -> None:
+        """A request takes `row`; its first `cached` positions lie in slots from the prefix cache,
+        with the target's KV and the drafter's."""
+
+    def prefilled(self, forward: ForwardBatch, following: Tensor, features: Tensor | None) -> None:
+        """The target has run T rows of prompts, `forward`, which continue where each row's KV
+        ended.
+
+        following: [T] int64, the token behind each row: for the last row of a prompt the one that
+        was drawn, for the last row of a chunk that is not the prompt's last the prompt's next.
+        features: [T, len(capture) * hidden] of the rows, None if nothing is captured.
+        """
+
+    def verified(self, batch: DraftBatch, counts: Tensor, features: Tensor | None) -> None:
+        """The target has verified a round and the requests kept counts [B] tokens, which
+        `batch.tokens` holds after `lengths`: positions lengths - 1 to lengths + counts - 2 now have
+        the target's KV.
+
+        features: [sum(counts), len(capture) * hidden] of these positions, request by request; None
+        if nothing is captured.
+        """
+
+    def written_len(self, row: int) -> int:
+        """Leading positions of the row that hold the drafter's KV."""
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
     """What a drafter is built from.
@@ -86,7 +158,10 @@ class DrafterContext:
     num_rows: request rows; width: tokens a row can hold; draft_tokens: most nodes of a tree, root
     included; vocab_size: the target's; options: the drafter's own flags by name; topology: where
     drafts are to be sampled, the shape of the trees, of which a request takes the first `max_nodes`
-    nodes; None where the drafter chooses.
+    nodes; None where the drafter chooses. For a `KVDrafter`: num_slots, slots of the KV pool;
+    req_to_token: [num_rows, width] int32, the slot of each position of each row; target: the model
+    that verifies; draft_model: what --speculative-draft-model-path names, loaded for EAGLE, EAGLE3
+    and STANDALONE, None for other names, which load their own.
     """
 
     num_rows: int
@@ -95,6 +170,10 @@ class DrafterContext:
     vocab_size: int
     options: dict[str, object]
     topology: Topology | None = None
+    num_slots: int = 0
+    req_to_token: Tensor | None = None
+    target: Decoder | None = None
+    draft_model: DraftModel | None = None
 
 
 _REGISTRY: dict[str, Callable[[DrafterContext], Drafter]] = {}
@@ -114,6 +193,11 @@ def registered_drafters() -> list[str]:
 def can_sample(drafter: Drafter) -> bool:
     """Whether a drafter draws its tokens from a distribution that it hands over."""
     return bool(getattr(drafter, "samples", False))
+
+
+def follows_kv(drafter: Drafter | None) -> TypeGuard[KVDrafter]:
+    """Whether a drafter keeps its own KV in the target's slots."""
+    return bool(getattr(drafter, "follows_kv", False))
 
 
 def build_drafter(name: str, context: DrafterContext) -> Drafter:
