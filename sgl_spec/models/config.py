@@ -82,10 +82,15 @@ class ModelConfig:
         Raises `UnsupportedModelError` naming the first value that cannot be served, `ConfigError`
         for a file that cannot be read or a context length beyond the model's.
         """
-        keys = _Keys(read_json(directory / "config.json"), directory / "config.json")
+        keys = Keys(read_json(directory / "config.json"), directory / "config.json")
         generation_path = directory / "generation_config.json"
         generation = read_json(generation_path) if generation_path.is_file() else {}
-        return _build(keys, _Keys(generation, generation_path), context_length)
+        return _build(keys, Keys(generation, generation_path), context_length)
+
+    @classmethod
+    def from_keys(cls, keys: Keys) -> ModelConfig:
+        """What an object in the form of a `config.json` says, wherever it was found."""
+        return _build(keys, Keys({}, keys.path), None)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -101,19 +106,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-class _Keys:
-    """Typed reads from a JSON object; a wrong value is refused with its name."""
+class Keys:
+    """Typed reads from a JSON object; a wrong value is refused with its name.
+
+    path: of the file that holds it, for the refusals.
+    """
 
     def __init__(self, content: dict[str, Any], path: Path) -> None:
         self.content = content
         self.path = path
 
     def refuse(self, key: str, value: object, allowed: str) -> UnsupportedModelError:
+        """The error that says that `value` is not among the `allowed`."""
         return UnsupportedModelError(
             f"{self.path}: {key} = {value!r} is not supported; allowed: {allowed}.", param=key
         )
 
     def get(self, key: str, kind: type[_T], allowed: str, default: _T | None = None) -> _T:
+        """The value of type `kind`, or the default where it is absent or null."""
         value = self.content.get(key)
         if value is None:
             value = default
@@ -124,15 +134,18 @@ class _Keys:
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
+        """A positive integer."""
         value = self.get(key, int, "an integer >= 1", default)
         if value < 1:
             raise self.refuse(key, value, "an integer >= 1")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
+        """A boolean."""
         return self.get(key, bool, "true or false", default)
 
     def ids(self, key: str) -> tuple[int, ...]:
+        """Integers of a list, or a lone one; () where the key is absent or null."""
         value = self.content.get(key)
         listed = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in listed):
@@ -140,7 +153,7 @@ class _Keys:
         return tuple(listed)
 
 
-def _build(keys: _Keys, generation: _Keys, context_length: int | None) -> ModelConfig:
+def _build(keys: Keys, generation: Keys, context_length: int | None) -> ModelConfig:
     architecture = _architecture(keys)
     family = _FAMILIES[architecture]
     _refuse_unsupported(keys)
@@ -177,7 +190,7 @@ def _build(keys: _Keys, generation: _Keys, context_length: int | None) -> ModelC
     return config
 
 
-def _architecture(keys: _Keys) -> str:
+def _architecture(keys: Keys) -> str:
     found = keys.content.get("architectures")
     name = found[0] if isinstance(found, list) and len(found) == 1 else found
     if not isinstance(name, str) or name not in _FAMILIES:
@@ -185,7 +198,7 @@ def _architecture(keys: _Keys) -> str:
     return name
 
 
-def _refuse_unsupported(keys: _Keys) -> None:
+def _refuse_unsupported(keys: Keys) -> None:
     if keys.content.get("quantization_config") is not None:
         quantization = keys.content["quantization_config"]
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -195,7 +208,7 @@ def _refuse_unsupported(keys: _Keys) -> None:
         raise keys.refuse("hidden_act", activation, "'silu'")
 
 
-def _refuse_sliding_window(keys: _Keys, family: _Family, context: int) -> None:
+def _refuse_sliding_window(keys: Keys, family: _Family, context: int) -> None:
     """A window at least as long as the context hides nothing, so it may stand."""
     layers = keys.count("num_hidden_layers")
     window = keys.content.get("sliding_window", 4096)
@@ -223,7 +236,7 @@ def _context(model_limit: int, asked: int | None) -> int:
     return asked
 
 
-def _dtype(keys: _Keys) -> str | None:
+def _dtype(keys: Keys) -> str | None:
     name = keys.content.get("dtype", keys.content.get("torch_dtype"))
     if name is not None and name not in STORED_DTYPES:
         raise keys.refuse("dtype", name, ", ".join(STORED_DTYPES))
@@ -234,7 +247,7 @@ def _first(ids: tuple[int, ...]) -> int | None:
     return ids[0] if ids else None
 
 
-def _generation_defaults(generation: _Keys) -> dict[str, float]:
+def _generation_defaults(generation: Keys) -> dict[str, float]:
     found = {key: generation.content.get(key) for key in SAMPLING_DEFAULTS}
     for key, value in found.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
@@ -242,7 +255,7 @@ def _generation_defaults(generation: _Keys) -> dict[str, float]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _check_shapes(config: ModelConfig, keys: _Keys) -> None:
+def _check_shapes(config: ModelConfig, keys: Keys) -> None:
     if config.num_heads % config.num_kv_heads:
         allowed = f"a divisor of num_attention_heads ({config.num_heads})"
         raise keys.refuse("num_key_value_heads", config.num_kv_heads, allowed)
