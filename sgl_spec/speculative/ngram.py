@@ -30,8 +30,9 @@ Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
-ROUND_TOKENS = 160  # a round inserts outputs first, then queued prompts up to this many tokens
-MIN_SLICE = 24  # but always so many of the queue
+ROUND_TOKENS = 132  # a round inserts outputs first, then queued prompts up to this many tokens
+MIN_SLICE = 12  # but always so many of the queue
+MAX_GAIN = 40  # tokens that one text may have gained in a round without being queued
 MAX_REST = 3  # rounds without a proposal after proposals of which nothing was worth verifying
 _PROBE_GAP = 32  # rounds without a verified draft until a request is probed; doubles if in vain
 _MAX_PROBE_GAP = 512
@@ -168,17 +169,15 @@ class NgramDrafter:
             self._learn(batch.rows, tree, accepted)
         self._plan_rest(tree.width > 1)
         ends = batch.lengths + accepted.counts.numpy(force=True)
-        if self._rest and not self._queue.pending:
-            self._owed[batch.rows], self._texts = ends, batch.tokens
-        else:
+        self._owed[batch.rows], self._texts = ends, batch.tokens
+        if self._queue.pending or not self._rest:
             self._insert(batch, ends)
         self._round += 1
 
     def finish(self, row: int) -> None:
         """See `Drafter`. What is queued or owed of the row's text is still inserted."""
-        given, end = int(self._given[row]), int(self._owed[row])
-        if given < end and self._texts is not None and not self._queue.queued[row]:
-            self._queue.add(row, self._texts[row, :end], given, int(self._tails[row]))
+        if self._texts is not None:
+            self._queue_rest(row, self._texts[row, : self._owed[row]])
         self._forget(row)
 
     def flush(self) -> None:
@@ -277,13 +276,13 @@ class NgramDrafter:
     # ---- insertion
 
     def _insert(self, batch: DraftBatch, ends: Ints) -> None:
-        """Insert what texts gained up to length `ends`, and a slice of the queue."""
+        """Insert what texts gained up to length `ends`, and a slice of the queue. A text of which
+        a part is queued waits for that."""
         rows = batch.rows
         gained = np.maximum(ends - self._given[rows], 0)
-        held = self._queue.queued[rows] | (gained > MIN_SLICE)
-        if held.any():
-            self._queue_gains(batch, ends, held & (gained > 0))
-        live = np.flatnonzero(~held & (gained > 0))
+        for row in rows[(gained > MAX_GAIN) & ~self._queue.queued[rows]].tolist():
+            self._queue_rest(row, batch.tokens[row, : self._owed[row]])
+        live = np.flatnonzero(~self._queue.queued[rows] & (gained > 0))
         rows, gained = rows.take(live), gained.take(live)
         starts = np.cumsum(gained) - gained
         row = np.repeat(rows, gained)
@@ -293,7 +292,7 @@ class NgramDrafter:
         before = self._suffixes.take(rows, axis=0)
         before[self._suffixes_at.take(rows) != self.trie.log.clock] = -1
         piece = Piece(windows, known, starts, self._tails.take(rows), before)
-        self._given[batch.rows] = np.maximum(self._given[batch.rows], ends)
+        self._given[rows] = ends.take(live)
         if row.size:
             self._tails[rows] = self._insert_slices(slices, piece)
         elif slices:
@@ -310,14 +309,16 @@ class NgramDrafter:
                 self._tails[job.row] = tail
         return tails[:own]
 
-    def _queue_gains(self, batch: DraftBatch, ends: Ints, which: Bools) -> None:
-        """Queue new tokens behind what is queued of their row, or because they are many."""
-        for row, end in zip(batch.rows[which].tolist(), ends[which].tolist(), strict=True):
-            given = int(self._given[row])
-            if self._queue.queued[row]:
-                self._queue.extend(row, batch.tokens[row, given:end])
-            else:
-                self._queue.add(row, batch.tokens[row, :end], given, int(self._tails[row]))
+    def _queue_rest(self, row: int, text: Ints32) -> None:
+        """Queue what the row's text has beyond the tokens that were given."""
+        given = int(self._given[row])
+        if given >= text.size:
+            return
+        if self._queue.queued[row]:
+            self._queue.extend(row, text[given:])
+        else:
+            self._queue.add(row, text, given, int(self._tails[row]))
+        self._given[row] = text.size
 
 
 def build(context: DrafterContext) -> Drafter:
