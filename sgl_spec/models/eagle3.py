@@ -1,0 +1,145 @@
+"""EAGLE3's draft head: a layer (or more) over the embedding and a fusion of several target layers.
+
+    feature[p] = fc(norms(cat(captured rows of p)))                          committed positions
+    x[p] = cat(input_layernorm(embed(token of p + 1)), hidden_norm(feature[p]))
+    feature'[p] = layers(residual stream feature[p], first attention reading x)[p]
+    logits[p] = head(norm(feature'[p]))              predicts the token of p + 2
+
+A draft node's feature is its parent's feature', with no `fc`. Options of published heads: the
+residual stream starts from the normed feature (norm_before_residual), what goes back into the head
+is normed (norm_output), norms before `fc` over all features (input_norm) or each (fc_norm).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sgl_spec.layers.context import ForwardBatch, KVCache
+from sgl_spec.layers.linear import Linear
+from sgl_spec.layers.norm_rope import rms_norm
+from sgl_spec.models.decoder import Decoder
+from sgl_spec.models.draft_config import HeadConfig
+from sgl_spec.models.layer import DecoderLayer, LayerStack, WeightSource, total_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Names:
+    """How the tensors of the head are called; None or () for those that it does not have.
+
+    fc: ".weight" and ".bias" follow. layers: the prefix of each. lm_head: None where the target's
+    (or, tied, the head's own embedding) is used. embedding: None for the target's.
+    """
+
+    fc: str
+    layers: tuple[str, ...]
+    norm: str
+    feature_norms: tuple[str, ...]
+    input_norm: str | None
+    lm_head: str | None
+    embedding: str | None
+
+
+class Eagle3Head:
+    """A `DraftModel` in EAGLE3's layout.
+
+    capture: the target layers whose inputs it reads. token_ids: [draft vocabulary] int64, None
+    where its columns are the target's tokens.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: HeadConfig,
+        weights: WeightSource,
+        names: Eagle3Names,
+        target: Decoder,
+        *,
+        capture: tuple[int, ...],
+        token_ids: Tensor | None,
+        tied: bool = False,
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.width = config.layers.hidden_size
+        self.capture = capture
+        self.token_ids = None if token_ids is None else token_ids.to(target.device)
+        self._shares_embedding, self._embedding = _embedding(weights, names.embedding, target)
+        self._shares_head = names.lm_head is None and not tied
+        if names.lm_head is not None:
+            self._head = Linear(weights(names.lm_head))
+        else:
+            self._head = Linear(self._embedding) if tied else target.lm_head
+        self.logit_width = config.draft_vocab_size or target.config.vocab_size
+        bias = weights(f"{names.fc}.bias") if config.fc_bias else None
+        self._fc = Linear(weights(f"{names.fc}.weight"), bias)
+        self._input_norm = None if names.input_norm is None else weights(names.input_norm)
+        self._feature_norms = [weights(norm) for norm in names.feature_norms]
+        self._hidden_norm = weights(f"{names.layers[0]}.hidden_norm.weight")
+        self._norm = weights(names.norm)
+        layers = [DecoderLayer(config.layers, weights, prefix) for prefix in names.layers]
+        self._stack = LayerStack(config.layers, layers, target.dtype, target.device)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[T, width] of captured rows [T, len(capture) * target hidden]."""
+        if self._input_norm is not None:
+            features = self._normed(features, self._input_norm)
+        if self._feature_norms:
+            parts = features.chunk(len(self._feature_norms), dim=-1)
+            pairs = zip(parts, self._feature_norms, strict=True)
+            features = torch.cat([self._normed(part, norm) for part, norm in pairs], dim=-1)
+        return self._fc(features)
+
+    def forward(self, batch: ForwardBatch, features: Tensor | None, kv: KVCache) -> Tensor:
+        """See `DraftModel.forward`; features are required."""
+        assert features is not None
+        shared = self._stack.share(batch)
+        (first, k_cache, v_cache), *rest = self._stack.caches(kv)
+        embedded = self._embedding.index_select(0, batch.tokens)
+        normed = self._normed(features, self._hidden_norm)
+        residual = normed if self.config.norm_before_residual else features
+        assert first.input_norm is not None
+        both = torch.cat((self._normed(embedded, first.input_norm), normed), dim=-1)
+        hidden = first.mix(residual, both, k_cache, v_cache, shared)
+        for layer, k_cache, v_cache in rest:
+            hidden = layer(hidden, k_cache, v_cache, shared)
+        return self._normed(hidden, self._norm) if self.config.norm_output else hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, logit_width] float32 of rows that `forward` returned."""
+        if not self.config.norm_output:
+            hidden = self._normed(hidden, self._norm)
+        return self._head(hidden).float()
+
+    def new_kv_cache(self, num_slots: int) -> KVCache:
+        """Empty keys and values for `num_slots` tokens of every draft layer."""
+        return self._stack.new_kv_cache(num_slots)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the head's own weights."""
+        own = [*self._fc.tensors(), *self._stack.tensors(), *self._feature_norms]
+        own += [self._hidden_norm, self._norm]
+        own += [] if self._input_norm is None else [self._input_norm]
+        own += [] if self._shares_embedding else [self._embedding]
+        return total_bytes(own if self._shares_head else [*own, *self._head.tensors()])
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one KV slot over all draft layers."""
+        return self._stack.kv_bytes_per_token
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self.config.layers.rms_norm_eps)
+
+
+def _embedding(weights: WeightSource, name: str | None, target: Decoder) -> tuple[bool, Tensor]:
+    """(whether it is the target's, the embedding). A stored copy of the target's is not kept."""
+    if name is None:
+        return True, target.embedding
+    own = weights(name)
+    if own.shape == target.embedding.shape and torch.equal(own, target.embedding):
+        return True, target.embedding
+    return False, own
