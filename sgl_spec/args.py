@@ -14,12 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sgl_spec.contradictions import (
+from sgl_spec.contradictions import contradiction, overruled, unused
+from sgl_spec.draft_shape import (
     DRAFT_TOKENS,
+    EMBEDDED_DRAFTS,
+    EMBEDDED_MODEL,
+    MODEL_DRAFTERS,
     SampledShape,
-    contradiction,
+    automatic_shape,
+    grown_shape,
+    is_open,
+    round_slots,
     sampled_shape,
-    unused,
+    tree_nodes,
 )
 from sgl_spec.errors import ConfigError
 from sgl_spec.options import (
@@ -231,7 +238,8 @@ class ServerArgs:
 
     speculative_algorithm: str | None = option(
         None,
-        help="Who drafts: `none`, `NGRAM`, or a name that --speculative-drafter-module registers.",
+        help="Who drafts: `none`, `NGRAM`, `EAGLE`, `EAGLE3`, `STANDALONE` (a whole model), or a "
+        "name that --speculative-drafter-module registers.",
         group="speculation",
         aliases=("--speculative-algo",),
         normalize=_algorithm,
@@ -243,12 +251,56 @@ class ServerArgs:
         group="speculation",
         check=NOT_EMPTY,
     )
+    speculative_draft_model_path: str | None = option(
+        None,
+        help="The draft model: `smollm2-eagle3` and `smollm2-draft` (for the embedded target), a "
+        "directory, or a hub id.",
+        group="speculation",
+        aliases=("--speculative-draft-model",),
+        check=NOT_EMPTY,
+        unset="the one of `smollm2`, for EAGLE3 and STANDALONE",
+    )
+    speculative_draft_model_revision: str | None = option(
+        None,
+        help="Branch, tag or commit of the draft model's hub id.",
+        group="speculation",
+        check=NOT_EMPTY,
+        unset="main",
+    )
+    speculative_num_steps: int | None = option(
+        None,
+        help="Steps of a draft model, the depth of its trees.",
+        group="speculation",
+        check=at_least(1),
+        unset="with topk and draft tokens 5, 4, 8 for EAGLE and EAGLE3 on Llama, else 3, 1, 4; "
+        "sampled chains: 5 and 3",
+    )
+    speculative_eagle_topk: int | None = option(
+        None,
+        help="Branches that a draft model keeps per step; 1 drafts chains of steps + 1 nodes.",
+        group="speculation",
+        check=between(1, 64),
+        unset="1 beside --speculative-num-steps",
+    )
     speculative_num_draft_tokens: int | None = option(
         None,
         help="Most nodes of a draft tree, the root included.",
         group="speculation",
         check=between(2, 64),
-        unset=str(DRAFT_TOKENS),
+        unset=f"{DRAFT_TOKENS} for NGRAM and your own drafters; for chains steps + 1",
+    )
+    speculative_draft_sampling: str = option(
+        "shared-noise",
+        help="Which tokens a draft model proposes at temperature > 0: those that the target's own "
+        "noise favours, or simply its most probable ones. The text is the same.",
+        group="speculation",
+        choices=("shared-noise", "topk"),
+    )
+    speculative_token_map: str | None = option(
+        None,
+        help="For EAGLE: a .pt file with the ids of the frequent tokens, the only ones drafted.",
+        group="speculation",
+        check=NOT_EMPTY,
     )
     speculative_ngram_max_trie_depth: int = option(
         18, help="Longest n-gram that NGRAM keeps.", group="speculation", check=between(2, 64)
@@ -270,27 +322,6 @@ class ServerArgs:
         help="Most nodes of the NGRAM trie; memory grows with use.",
         group="speculation",
         check=at_least(1024),
-    )
-    speculative_draft_model_path: str | None = option(
-        None,
-        help="Draft model of a plug-in drafter; refused with NGRAM.",
-        group="speculation",
-        aliases=("--speculative-draft-model",),
-        check=NOT_EMPTY,
-    )
-    speculative_num_steps: int | None = option(
-        None,
-        help="Draft depth of a plug-in drafter; refused with NGRAM.",
-        group="speculation",
-        check=at_least(1),
-        unset="the drafter decides; sampled: one less than the tree's nodes",
-    )
-    speculative_eagle_topk: int | None = option(
-        None,
-        help="Branches per draft step of a plug-in drafter; refused with NGRAM.",
-        group="speculation",
-        check=at_least(1),
-        unset="the drafter decides; sampled: 1",
     )
     speculative_accept_threshold_single: float = option(
         1.0,
@@ -344,18 +375,20 @@ class ServerArgs:
         """A new object with what was left open filled in; `ConfigError` on a contradiction.
 
         Open until the model is seen: `context_length`, `max_total_tokens`, `dtype` and `device`
-        "auto". None stays None where it means "none", as in `api_key`, `max_queued_requests` and
+        "auto", and the shape of EAGLE's trees where no flag gives it (see `for_target`). None stays
+        None where it means "none", as in `api_key`, `max_queued_requests` and
         `speculative_algorithm`.
         Resolving a resolved object changes nothing.
         """
         refusal = contradiction(self)
         if refusal is not None:
             raise ConfigError(refusal)
-        for note in (*self.without_effect, *unused(self)):
+        for note in (*self.without_effect, *unused(self), *overruled(self)):
             logger.warning("%s", note)
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         filled = {name: value for name, value in _decide(self).items() if values[name] is None}
-        return ResolvedArgs(**(values | filled | {"without_effect": ()}))
+        done = values | filled | _shape(self) | {"without_effect": ()}
+        return ResolvedArgs(**done)
 
     def public(self) -> dict[str, Any]:
         """All options by field name, without the API key."""
@@ -379,10 +412,31 @@ class ResolvedArgs(ServerArgs):
         chunked_prefill_size: int
         random_seed: int
 
+    def for_target(self, architecture: str) -> ResolvedArgs:
+        """The same options for a target of this architecture, which decides the shape of EAGLE's
+        trees where no flag gives it. `ConfigError` as in `resolve`."""
+        if not is_open(self):
+            return self
+        shape = automatic_shape(str(self.speculative_algorithm), architecture)
+        return dataclasses.replace(
+            self,
+            speculative_num_steps=shape.steps,
+            speculative_eagle_topk=shape.topk,
+            speculative_num_draft_tokens=shape.nodes,
+        ).resolve()
+
     @property
     def tree_nodes(self) -> int:
         """Most nodes that one request verifies in a round: 1 (the root) without speculation."""
-        return self.speculative_num_draft_tokens or 1 if self.speculative_algorithm else 1
+        assert not is_open(self), "for_target comes first"
+        return tree_nodes(self)
+
+    @property
+    def round_slots(self) -> int:
+        """Most KV slots that one request's round may write behind its text: the larger of the
+        tree's nodes and the rows of a draft model's steps."""
+        assert not is_open(self), "for_target comes first"
+        return round_slots(self)
 
     @property
     def sampled_shape(self) -> SampledShape | None:
@@ -392,8 +446,6 @@ class ResolvedArgs(ServerArgs):
 
 def _decide(args: ServerArgs) -> dict[str, Any]:
     drafting = args.speculative_algorithm is not None
-    shape = sampled_shape(args)
-    nodes = shape.nodes if shape else DRAFT_TOKENS if drafting else None
     if drafting and args.max_running_requests is None:
         logger.warning(
             "--max-running-requests is not set; with speculation it is %d.",
@@ -405,10 +457,29 @@ def _decide(args: ServerArgs) -> dict[str, Any]:
         "max_running_requests": RUNNING_REQUESTS_WITH_SPECULATION if drafting else RUNNING_REQUESTS,
         "chunked_prefill_size": CHUNK_TOKENS_CUDA if args.device == "cuda" else CHUNK_TOKENS,
         "random_seed": secrets.randbits(31),
-        "speculative_num_draft_tokens": nodes,
-        "speculative_num_steps": shape.steps if shape else None,
-        "speculative_eagle_topk": shape.topk if shape else None,
+        "speculative_draft_model_path": _draft_model(args),
     }
+
+
+def _draft_model(args: ServerArgs) -> str | None:
+    embedded = args.model_path == EMBEDDED_MODEL
+    return EMBEDDED_DRAFTS.get(args.speculative_algorithm or "") if embedded else None
+
+
+def _shape(args: ServerArgs) -> dict[str, int]:
+    """The tree's shape as far as it is known; a chain's nodes follow from its steps, whatever was
+    given."""
+    shape = grown_shape(args) or sampled_shape(args)
+    if shape is not None:
+        return {
+            "speculative_num_steps": shape.steps,
+            "speculative_eagle_topk": shape.topk,
+            "speculative_num_draft_tokens": shape.nodes,
+        }
+    name = args.speculative_algorithm
+    if name is None or name in MODEL_DRAFTERS:
+        return {}
+    return {"speculative_num_draft_tokens": args.speculative_num_draft_tokens or DRAFT_TOKENS}
 
 
 def flags_page() -> str:

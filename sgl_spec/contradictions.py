@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sgl_spec.draft_shape import (
+    EMBEDDED_DRAFTS,
+    EMBEDDED_MODEL,
+    MAX_DRAFT_COLUMNS,
+    MAX_NODES,
+    MODEL_DRAFTERS,
+    grown_shape,
+    is_open,
+    round_slots,
+    sampled_shape,
+    tree_nodes,
+)
+from sgl_spec.draft_shape import sampling_flag as sampling_flag
 from sgl_spec.options import flag_of, near
 
 if TYPE_CHECKING:
     from sgl_spec.args import ServerArgs
 
-EMBEDDED_MODEL = "smollm2"
-DRAFT_TOKENS = 12
-MAX_NODES = 64  # of a tree, root included
-BUILT_IN_DRAFTERS = ("NGRAM",)
+BUILT_IN_DRAFTERS = ("NGRAM", *MODEL_DRAFTERS)
 # Algorithms of SGLang that this version does not have. A plug-in may not take their names: a launch
 # line written for SGLang would then mean something else.
-ABSENT_DRAFTERS = (
-    "EAGLE",
-    "EAGLE3",
-    "NEXTN",
-    "STANDALONE",
-    "FROZEN_KV_MTP",
-    "DFLASH",
-    "DSPARK",
-    "UNO",
-)
+ABSENT_DRAFTERS = ("NEXTN", "FROZEN_KV_MTP", "DFLASH", "DSPARK", "UNO")
 MODEL_DRAFTER_OPTIONS = (
     "speculative_draft_model_path",
+    "speculative_draft_model_revision",
     "speculative_num_steps",
     "speculative_eagle_topk",
+    "speculative_draft_sampling",
+    "speculative_token_map",
 )
-
 
 THRESHOLD_OPTIONS = (
     "speculative_accept_threshold_single",
@@ -49,46 +51,6 @@ def contradiction(args: ServerArgs) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class SampledShape:
-    """Levels below the root, children per node, and nodes (root included) of sampled trees."""
-
-    steps: int
-    topk: int
-    nodes: int
-
-    @property
-    def capacity(self) -> int:
-        """Nodes that the levels can hold."""
-        held = level = 1
-        for _ in range(min(self.steps, MAX_NODES)):
-            level = min(level * self.topk, MAX_NODES)
-            held += level
-        return held
-
-
-def sampled_shape(args: ServerArgs) -> SampledShape | None:
-    """The shape that the flags ask for where drafts are sampled, else None: a chain unless topk
-    says otherwise, as deep as steps or the number of nodes allow."""
-    if args.speculative_algorithm is None or sampling_flag(args) is None:
-        return None
-    topk, steps = args.speculative_eagle_topk or 1, args.speculative_num_steps
-    nodes = args.speculative_num_draft_tokens
-    if nodes is None:
-        full = SampledShape(steps=steps or DRAFT_TOKENS - 1, topk=topk, nodes=MAX_NODES).capacity
-        nodes = full if topk == 1 else min(full, DRAFT_TOKENS)
-    return SampledShape(steps=steps or nodes - 1, topk=topk, nodes=nodes)
-
-
-def sampling_flag(args: ServerArgs) -> str | None:
-    """The flag that asks for sampled drafts, or None."""
-    if args.speculative_use_block_verification:
-        return "--speculative-use-block-verification"
-    if args.speculative_use_rejection_sampling:
-        return "--speculative-use-rejection-sampling"
-    return None
-
-
 def unused(args: ServerArgs) -> Iterator[str]:
     """Sentences about options that were given and change nothing beside the others."""
     if args.speculative_algorithm is not None:
@@ -99,6 +61,17 @@ def unused(args: ServerArgs) -> Iterator[str]:
             yield f"{flag_of(name)} changes nothing without --speculative-algorithm."
 
 
+def overruled(args: ServerArgs) -> Iterator[str]:
+    """Sentences about values that `resolve` replaces."""
+    shape, nodes = grown_shape(args), args.speculative_num_draft_tokens
+    if shape is not None and nodes not in (None, shape.nodes):
+        yield (
+            f"--speculative-num-draft-tokens {nodes} becomes {shape.nodes}: a chain "
+            f"(--speculative-eagle-topk 1) of --speculative-num-steps {shape.steps} has one node "
+            "per step and the root."
+        )
+
+
 def _algorithm(args: ServerArgs) -> str | None:
     name = args.speculative_algorithm
     if name is None or name in BUILT_IN_DRAFTERS:
@@ -106,27 +79,127 @@ def _algorithm(args: ServerArgs) -> str | None:
     if name in ABSENT_DRAFTERS:
         return (
             f"--speculative-algorithm {name} is not supported by this version; "
-            "allowed are none, NGRAM and names that --speculative-drafter-module registers."
+            f"allowed are none, {', '.join(BUILT_IN_DRAFTERS)} and names that "
+            "--speculative-drafter-module registers."
         )
     if args.speculative_drafter_module is not None:
         return None
     hint = near(name, BUILT_IN_DRAFTERS)
     return (
-        f"--speculative-algorithm must be none or NGRAM, got {name!r}{hint}; "
-        "a drafter of your own needs --speculative-drafter-module."
+        f"--speculative-algorithm must be one of none, {', '.join(BUILT_IN_DRAFTERS)}, got "
+        f"{name!r}{hint}; a drafter of your own needs --speculative-drafter-module."
     )
 
 
-def _drafter_options(args: ServerArgs) -> str | None:
+def _model_options(args: ServerArgs) -> str | None:
     if args.speculative_algorithm != "NGRAM":
         return None
     for name in MODEL_DRAFTER_OPTIONS:
-        value = getattr(args, name)
-        if value is not None:
+        if _given(args, name):
             return (
-                f"{flag_of(name)} {value} cannot be used with --speculative-algorithm NGRAM, "
-                "which has no draft model; leave it out."
+                f"{flag_of(name)} {getattr(args, name)} cannot be used with "
+                "--speculative-algorithm NGRAM, which has no draft model; leave it out."
             )
+    return None
+
+
+def _ngram_options(args: ServerArgs) -> str | None:
+    if args.speculative_algorithm not in MODEL_DRAFTERS:
+        return None
+    for name in type(args).__dataclass_fields__:
+        if name.startswith("speculative_ngram_") and _given(args, name):
+            return (
+                f"{flag_of(name)} {getattr(args, name)} cannot be used with "
+                f"--speculative-algorithm {args.speculative_algorithm}, which matches no n-grams; "
+                "leave it out."
+            )
+    return None
+
+
+def _given(args: ServerArgs, name: str) -> bool:
+    return bool(getattr(args, name) != type(args).__dataclass_fields__[name].default)
+
+
+def _draft_path(args: ServerArgs) -> str | None:
+    name, path = args.speculative_algorithm, args.speculative_draft_model_path
+    if name not in MODEL_DRAFTERS:
+        return None
+    if path is None and not (args.model_path == EMBEDDED_MODEL and name in EMBEDDED_DRAFTS):
+        return (
+            f"--speculative-algorithm {name} needs --speculative-draft-model-path: a directory or "
+            f"a hub id (only {EMBEDDED_MODEL} has draft models of its own, for "
+            f"{' and '.join(EMBEDDED_DRAFTS)})."
+        )
+    revision, fixed = args.speculative_draft_model_revision, (None, *EMBEDDED_DRAFTS.values())
+    if revision is not None and path in (*fixed, EMBEDDED_MODEL):
+        return (
+            f"--speculative-draft-model-revision {revision} names a version on a hub; the draft "
+            "models that come with this server have only one, leave it out."
+        )
+    return None
+
+
+def _token_map(args: ServerArgs) -> str | None:
+    path, name = args.speculative_token_map, args.speculative_algorithm
+    if path is None or name not in ("EAGLE3", "STANDALONE"):
+        return None
+    own = "brings its own vocabulary" if name == "EAGLE3" else "uses the whole vocabulary"
+    return (
+        f"--speculative-token-map {path} needs --speculative-algorithm EAGLE, got {name}, whose "
+        f"draft {own}; leave it out."
+    )
+
+
+def _draft_sampling(args: ServerArgs) -> str | None:
+    flag = sampling_flag(args)
+    if flag is None or not _given(args, "speculative_draft_sampling"):
+        return None
+    return (
+        f"{flag} samples the drafts and has no use for --speculative-draft-sampling "
+        f"{args.speculative_draft_sampling}; leave one of them out."
+    )
+
+
+def _half_a_shape(args: ServerArgs) -> str | None:
+    if args.speculative_algorithm not in MODEL_DRAFTERS:
+        return None
+    if args.speculative_num_steps is None:
+        for name in ("speculative_eagle_topk", "speculative_num_draft_tokens"):
+            if _given(args, name):
+                return (
+                    f"{flag_of(name)} {getattr(args, name)} needs --speculative-num-steps beside "
+                    "it; give both or neither."
+                )
+        return None
+    topk, grows = args.speculative_eagle_topk or 1, sampling_flag(args) is None
+    if topk > 1 and grows and args.speculative_num_draft_tokens is None:
+        return (
+            f"--speculative-eagle-topk {topk} needs --speculative-num-draft-tokens beside it, the "
+            f"nodes of the tree, from 2 to {MAX_NODES}."
+        )
+    return None
+
+
+def _grown_tree(args: ServerArgs) -> str | None:
+    shape = grown_shape(args)
+    if shape is None:
+        return None
+    if shape.columns > MAX_DRAFT_COLUMNS:
+        return (
+            "--speculative-num-steps and --speculative-eagle-topk must keep (steps - 1) * topk at "
+            f"most {MAX_DRAFT_COLUMNS}, got ({shape.steps} - 1) * {shape.topk} = {shape.columns}."
+        )
+    if shape.nodes > MAX_NODES:
+        return (
+            f"--speculative-num-steps must be at most {MAX_NODES - 1} for a chain "
+            f"(--speculative-eagle-topk 1), got {shape.steps}."
+        )
+    if shape.nodes > shape.candidates + 1:
+        return (
+            f"--speculative-num-draft-tokens must be at most {shape.candidates + 1}, the root and "
+            f"the {shape.candidates} candidates of --speculative-num-steps {shape.steps} with "
+            f"--speculative-eagle-topk {shape.topk}, got {shape.nodes}."
+        )
     return None
 
 
@@ -195,18 +268,16 @@ def _pages(args: ServerArgs) -> str | None:
 
 
 def _pool(args: ServerArgs) -> str | None:
-    if args.max_total_tokens is None:
+    if args.max_total_tokens is None or is_open(args):
         return None
-    nodes = 1
-    if args.speculative_algorithm is not None:
-        shape = sampled_shape(args)
-        nodes = shape.nodes if shape else args.speculative_num_draft_tokens or DRAFT_TOKENS
+    nodes, most = tree_nodes(args), round_slots(args)
     # One prompt token, and the reserve of two rounds that every running request holds.
-    needed = -(-(1 + 2 * nodes) // args.page_size) * args.page_size
+    needed = -(-(1 + 2 * most) // args.page_size) * args.page_size
     if args.max_total_tokens >= needed:
         return None
+    rows = f"{nodes} tree nodes" if most == nodes else f"{most} rows of draft steps"
     return (
-        f"--max-total-tokens must be at least {needed} to hold one request with {nodes} tree nodes "
+        f"--max-total-tokens must be at least {needed} to hold one request with {rows} "
         f"at --page-size {args.page_size}, got {args.max_total_tokens}."
     )
 
@@ -231,7 +302,13 @@ def _revision(args: ServerArgs) -> str | None:
 
 _CHECKS = (
     _algorithm,
-    _drafter_options,
+    _model_options,
+    _ngram_options,
+    _draft_path,
+    _token_map,
+    _draft_sampling,
+    _half_a_shape,
+    _grown_tree,
     _sampled_drafter,
     _sampled_rule,
     _sampled_nodes,

@@ -34,8 +34,11 @@ _NO_LORA = "merge the adapter into the checkpoint first"
 _PLAIN_TEXT = "the reply's text is returned whole; parse it in the client"
 _JSON_BLANKS = "between tokens of JSON there is nothing, a space, or a line break and indentation"
 _NO_GRAPHS = "there are no CUDA graphs to size or to turn off"
-_OTHER_DRAFTER = "NGRAM is the built-in drafter; others come from --speculative-drafter-module"
-_DRAFT_MODEL = "the NGRAM drafter has no model"
+_OTHER_DRAFTER = (
+    "drafters are NGRAM, EAGLE, EAGLE3, STANDALONE and those of --speculative-drafter-module"
+)
+_WHOLE_TEXT = "a draft model attends to all of the text; leave it out"
+_PRUNED = "every round verifies only the drafts that pay at its load"
 _ALL_SUFFIXES = "every suffix up to --speculative-ngram-max-trie-depth is matched"
 _NO_CORPUS = "the trie learns from the prompts and outputs that it serves"
 _SEEDED = "give each request a seed: equal seeds give equal tokens in any batch"
@@ -106,20 +109,20 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--disaggregation-mode": ForeignFlag("prefill and decode share one engine", ("null",)),
     "--enable-hierarchical-cache": ForeignFlag("the prefix cache is on the device", switch=True),
     "--enable-return-hidden-states": ForeignFlag("hidden states are not returned", switch=True),
-    "--speculative-draft-model-revision": ForeignFlag(_DRAFT_MODEL),
-    "--speculative-draft-load-format": ForeignFlag(_DRAFT_MODEL),
-    "--speculative-draft-attention-backend": ForeignFlag(_DRAFT_MODEL),
-    "--speculative-draft-kv-cache-dtype": ForeignFlag(_DRAFT_MODEL),
-    "--speculative-draft-window-size": ForeignFlag(_DRAFT_MODEL),
-    "--speculative-draft-sink-size": ForeignFlag(_DRAFT_MODEL),
-    "--speculative-draft-model-quantization": ForeignFlag(_DRAFT_MODEL),
-    "--speculative-token-map": ForeignFlag(_DRAFT_MODEL),
+    "--speculative-draft-load-format": ForeignFlag(
+        "draft weights are read from safetensors", ("auto", "safetensors")
+    ),
+    "--speculative-draft-attention-backend": ForeignFlag(_ONE_ATTENTION),
+    "--speculative-draft-kv-cache-dtype": ForeignFlag(
+        "the draft's KV cache has the model's dtype; use auto", ("auto",)
+    ),
+    "--speculative-draft-window-size": ForeignFlag(_WHOLE_TEXT),
+    "--speculative-draft-sink-size": ForeignFlag(_WHOLE_TEXT),
+    "--speculative-draft-model-quantization": ForeignFlag(_WEIGHTS, ("unquant",)),
     "--speculative-attention-mode": ForeignFlag(_ONE_ATTENTION, ("prefill",)),
     "--speculative-skip-dp-mlp-sync": ForeignFlag(_ONE_PROCESS, switch=True),
-    "--speculative-adaptive": ForeignFlag(
-        "the NGRAM gate already drops drafts that do not pay", switch=True
-    ),
-    "--speculative-adaptive-config": ForeignFlag("the NGRAM gate needs no configuration"),
+    "--speculative-adaptive": ForeignFlag(_PRUNED, switch=True),
+    "--speculative-adaptive-config": ForeignFlag(_PRUNED),
     "--speculative-ngram-external-corpus-path": ForeignFlag(_NO_CORPUS),
     "--speculative-ngram-external-sam-budget": ForeignFlag(_NO_CORPUS, ("0",)),
     "--speculative-ngram-external-corpus-max-tokens": ForeignFlag(_NO_CORPUS, ignored=True),

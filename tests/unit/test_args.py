@@ -12,6 +12,7 @@ import pytest
 
 from sgl_spec.args import ResolvedArgs, ServerArgs, flags_page
 from sgl_spec.contradictions import ABSENT_DRAFTERS
+from sgl_spec.draft_shape import EMBEDDED_DRAFTS
 from sgl_spec.errors import ConfigError
 from sgl_spec.options import build_parser, declared
 from sgl_spec.sglang_flags import FOREIGN_ALIASES, FOREIGN_FLAGS
@@ -19,6 +20,9 @@ from sgl_spec.sglang_flags import FOREIGN_ALIASES, FOREIGN_FLAGS
 ROOT = Path(__file__).parents[2]
 OPTIONS = declared(ServerArgs)
 NGRAM = ["--speculative-algorithm", "NGRAM"]
+
+
+EAGLE3 = ["--speculative-algorithm", "EAGLE3"]
 
 
 def parse(*argv: str) -> ResolvedArgs:
@@ -120,8 +124,10 @@ def test_resolve_fills_what_was_left_open_in_a_new_object() -> None:
         "speculative_drafter_module",
         "speculative_num_draft_tokens",
         "speculative_draft_model_path",
+        "speculative_draft_model_revision",
         "speculative_num_steps",
         "speculative_eagle_topk",
+        "speculative_token_map",
     }
 
 
@@ -196,6 +202,93 @@ def test_sampled_drafts_have_a_shape_and_the_drafter_is_told(
     told = [options[name] for name in ("num_steps", "eagle_topk", "num_draft_tokens")]
     assert told == [steps, topk, nodes]
     assert done.resolve() == done
+
+
+def shape_of(done: ResolvedArgs) -> tuple[object, ...]:
+    """(steps, topk, nodes) as the drafter is told."""
+    options = done.drafter_options()
+    return tuple(options[name] for name in ("num_steps", "eagle_topk", "num_draft_tokens"))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "flags", "shape", "slots"),
+    [
+        ("EAGLE3", [], (5, 4, 8), 20),
+        ("STANDALONE", [], (3, 1, 4), 4),
+        ("EAGLE3", [STEPS, "7", TOPK, "8", NODES, "32"], (7, 8, 32), 56),
+        ("EAGLE3", [STEPS, "9", TOPK, "8", NODES, "64"], (9, 8, 64), 72),
+        ("EAGLE3", [STEPS, "1", TOPK, "4", NODES, "5"], (1, 4, 5), 5),
+        ("STANDALONE", [STEPS, "2", TOPK, "3", NODES, "12"], (2, 3, 12), 12),
+        ("EAGLE3", [STEPS, "1"], (1, 1, 2), 2),
+        ("STANDALONE", [STEPS, "63"], (63, 1, 64), 64),
+        ("EAGLE3", [STEPS, "2", TOPK, "64", NODES, "64"], (2, 64, 64), 128),
+        ("EAGLE3", [REJECTION], (5, 1, 6), 6),
+        ("STANDALONE", [BLOCK], (3, 1, 4), 4),
+        ("STANDALONE", [REJECTION, STEPS, "3", TOPK, "2"], (3, 2, 12), 12),
+    ],
+)
+def test_draft_models_have_a_shape(
+    algorithm: str, flags: list[str], shape: tuple[int, int, int], slots: int
+) -> None:
+    done = parse("--speculative-algorithm", algorithm, *flags, "--max-running-requests", "2")
+    assert shape_of(done) == shape
+    assert (done.tree_nodes, done.round_slots) == (shape[2], slots)
+    assert done.resolve() == done
+    assert done.for_target("Qwen2ForCausalLM") == done
+
+
+@pytest.mark.parametrize("nodes", ["2", "8", "64"])
+def test_a_chain_has_a_node_per_step(nodes: str, caplog: pytest.LogCaptureFixture) -> None:
+    chain = [*EAGLE3, STEPS, "5", TOPK, "1", "--max-running-requests", "2", "--random-seed", "7"]
+    done = parse(*chain, NODES, nodes)
+    assert shape_of(done) == (5, 1, 6)
+    assert f"--speculative-num-draft-tokens {nodes} becomes 6" in caplog.text
+    caplog.clear()
+    assert done.resolve() == parse(*chain, NODES, "6") == parse(*chain) == done
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
+@pytest.mark.parametrize(
+    ("architecture", "shape"),
+    [("LlamaForCausalLM", (5, 4, 8)), ("Qwen3ForCausalLM", (3, 1, 4))],
+)
+def test_the_target_decides_a_shape_that_no_flag_gives(
+    algorithm: str, architecture: str, shape: tuple[int, int, int]
+) -> None:
+    asked = ServerArgs(
+        model_path="m", speculative_algorithm=algorithm, speculative_draft_model_path="d"
+    )
+    done = asked.resolve()
+    assert shape_of(done) == (None, None, None)
+    assert done.resolve() == done
+    with pytest.raises(AssertionError, match="for_target comes first"):
+        _ = done.tree_nodes
+    seen = done.for_target(architecture)
+    assert shape_of(seen) == shape
+    assert seen == seen.resolve() == seen.for_target("LlamaForCausalLM")
+    assert shape_of(done) == (None, None, None)
+
+
+def test_a_pool_too_small_for_the_shape_is_refused_when_it_is_known() -> None:
+    asked = ServerArgs(
+        model_path="m",
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path="d",
+        max_total_tokens=16,
+    )
+    assert asked.resolve().for_target("Qwen2ForCausalLM").round_slots == 4
+    with pytest.raises(ConfigError, match="must be at least 41 to hold one request"):
+        asked.resolve().for_target("LlamaForCausalLM")
+
+
+def test_the_embedded_model_brings_its_draft_models() -> None:
+    for algorithm, name in EMBEDDED_DRAFTS.items():
+        done = parse("--speculative-algorithm", algorithm)
+        assert done.speculative_draft_model_path == name
+        given = parse("--speculative-algorithm", algorithm, "--speculative-draft-model", "mine")
+        assert given.speculative_draft_model_path == "mine"
+    assert parse(*NGRAM).speculative_draft_model_path is None
 
 
 def test_without_sampled_drafts_the_drafter_chooses_its_shape() -> None:
@@ -283,14 +376,14 @@ REFUSED: list[tuple[list[str], str]] = [
         "at --page-size 16, got 31.",
     ),
     (
-        ["--speculative-algorithm", "EAGLE3"],
-        "--speculative-algorithm EAGLE3 is not supported by this version; allowed are none, NGRAM "
-        "and names that --speculative-drafter-module registers.",
+        ["--speculative-algorithm", "nextn"],
+        "--speculative-algorithm NEXTN is not supported by this version; allowed are none, NGRAM, "
+        "EAGLE, EAGLE3, STANDALONE and names that --speculative-drafter-module registers.",
     ),
     (
         ["--speculative-algorithm", "ngrm"],
-        "--speculative-algorithm must be none or NGRAM, got 'NGRM' (did you mean NGRAM?); "
-        "a drafter of your own needs --speculative-drafter-module.",
+        "--speculative-algorithm must be one of none, NGRAM, EAGLE, EAGLE3, STANDALONE, got 'NGRM' "
+        "(did you mean NGRAM?); a drafter of your own needs --speculative-drafter-module.",
     ),
     (
         [*NGRAM, "--speculative-num-draft-tokens", "1"],
@@ -330,6 +423,100 @@ REFUSED: list[tuple[list[str], str]] = [
         [*NGRAM, "--speculative-num-steps", "5"],
         "--speculative-num-steps 5 cannot be used with --speculative-algorithm NGRAM, "
         "which has no draft model; leave it out.",
+    ),
+    (
+        [*NGRAM, "--speculative-token-map", "hot.pt"],
+        "--speculative-token-map hot.pt cannot be used with --speculative-algorithm NGRAM, "
+        "which has no draft model; leave it out.",
+    ),
+    (
+        [*NGRAM, "--speculative-draft-sampling", "topk"],
+        "--speculative-draft-sampling topk cannot be used with --speculative-algorithm NGRAM, "
+        "which has no draft model; leave it out.",
+    ),
+    (
+        ["--speculative-algorithm", "EAGLE"],
+        "--speculative-algorithm EAGLE needs --speculative-draft-model-path: a directory or a hub "
+        "id (only smollm2 has draft models of its own, for EAGLE3 and STANDALONE).",
+    ),
+    (
+        [*EAGLE3, "--model-path", "m"],
+        "--speculative-algorithm EAGLE3 needs --speculative-draft-model-path: a directory or a hub "
+        "id (only smollm2 has draft models of its own, for EAGLE3 and STANDALONE).",
+    ),
+    (
+        [*EAGLE3, "--speculative-draft-model-revision", "v2"],
+        "--speculative-draft-model-revision v2 names a version on a hub; the draft models that "
+        "come with this server have only one, leave it out.",
+    ),
+    (
+        [*EAGLE3, "--speculative-ngram-max-bfs-breadth", "4"],
+        "--speculative-ngram-max-bfs-breadth 4 cannot be used with --speculative-algorithm EAGLE3, "
+        "which matches no n-grams; leave it out.",
+    ),
+    (
+        [*EAGLE3, "--speculative-token-map", "hot.pt"],
+        "--speculative-token-map hot.pt needs --speculative-algorithm EAGLE, got EAGLE3, whose "
+        "draft brings its own vocabulary; leave it out.",
+    ),
+    (
+        ["--speculative-algorithm", "STANDALONE", "--speculative-token-map", "hot.pt"],
+        "--speculative-token-map hot.pt needs --speculative-algorithm EAGLE, got STANDALONE, whose "
+        "draft uses the whole vocabulary; leave it out.",
+    ),
+    (
+        [*EAGLE3, REJECTION, "--speculative-draft-sampling", "topk"],
+        "--speculative-use-rejection-sampling samples the drafts and has no use for "
+        "--speculative-draft-sampling topk; leave one of them out.",
+    ),
+    (
+        [*EAGLE3, "--speculative-draft-sampling", "best"],
+        "--speculative-draft-sampling must be one of shared-noise, topk, got 'best'.",
+    ),
+    (
+        [*EAGLE3, TOPK, "4"],
+        "--speculative-eagle-topk 4 needs --speculative-num-steps beside it; give both or neither.",
+    ),
+    (
+        [*EAGLE3, NODES, "8"],
+        "--speculative-num-draft-tokens 8 needs --speculative-num-steps beside it; give both or "
+        "neither.",
+    ),
+    (
+        [*EAGLE3, STEPS, "5", TOPK, "4"],
+        "--speculative-eagle-topk 4 needs --speculative-num-draft-tokens beside it, the nodes of "
+        "the tree, from 2 to 64.",
+    ),
+    (
+        [*EAGLE3, STEPS, "1", TOPK, "4", NODES, "8"],
+        "--speculative-num-draft-tokens must be at most 5, the root and the 4 candidates of "
+        "--speculative-num-steps 1 with --speculative-eagle-topk 4, got 8.",
+    ),
+    (
+        [*EAGLE3, STEPS, "10", TOPK, "8", NODES, "64"],
+        "--speculative-num-steps and --speculative-eagle-topk must keep (steps - 1) * topk at most "
+        "64, got (10 - 1) * 8 = 72.",
+    ),
+    (
+        [*EAGLE3, STEPS, "64"],
+        "--speculative-num-steps must be at most 63 for a chain (--speculative-eagle-topk 1), got "
+        "64.",
+    ),
+    ([*EAGLE3, STEPS, "0"], "--speculative-num-steps must be an integer >= 1, got 0."),
+    ([*EAGLE3, STEPS, "-1"], "--speculative-num-steps must be an integer >= 1, got -1."),
+    (
+        [*EAGLE3, STEPS, "1", TOPK, "65", NODES, "8"],
+        "--speculative-eagle-topk must be an integer from 1 to 64, got 65.",
+    ),
+    (
+        [*EAGLE3, "--max-total-tokens", "40"],
+        "--max-total-tokens must be at least 41 to hold one request with 20 rows of draft steps "
+        "at --page-size 1, got 40.",
+    ),
+    (
+        [*EAGLE3, REJECTION, STEPS, "3", NODES, "5"],
+        "--speculative-num-draft-tokens must be at most 4, what --speculative-num-steps 3 levels "
+        "of --speculative-eagle-topk 1 hold, got 5.",
     ),
     (
         ["--speculative-accept-threshold-single", "1.5"],

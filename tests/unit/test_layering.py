@@ -16,8 +16,9 @@ ARGS = {
     "args",
     "options",
     "contradictions",
+    "draft_shape",
     "sglang_flags",
-}  # one declaration per option, in four files
+}  # one declaration per option, in five files
 BELOW_ENGINE = {"kernels", "layers", "models", "speculative"}
 # A room: the rooms it may import, besides itself; all but the kernels may also import `errors`.
 MAY_IMPORT: dict[str, set[str]] = {
