@@ -7,6 +7,7 @@ same numbers, so the formulas here are those of `layers/` and `models/decoder.py
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -75,3 +76,44 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Softmax attention of each row over itself and the rows before it. All [B, S, heads, d]."""
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+class LayerWeights(NamedTuple):
+    """One layer's weights; q, k and v are stacked. A compiler sees through a named tuple, where a
+    dataclass would be compiled once per object."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: tuple[Tensor, Tensor] | None
+    output: Tensor
+    output_bias: Tensor | None
+    post_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+class LayerSizes(NamedTuple):
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+
+
+def forward_layer(
+    x: Tensor, layer: LayerWeights, cos: Tensor, sin: Tensor, shape: LayerSizes
+) -> Tensor:
+    """One decoder layer. x: [B, S, H], the residual stream; cos, sin: [S, 1, head_dim]."""
+    normed = rms_norm(x, layer.input_norm, shape.eps)
+    qkv = split_heads(F.linear(normed, layer.qkv, layer.qkv_bias), shape.head_dim)
+    q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=2)
+    if layer.qk_norm is not None:
+        q = rms_norm(q, layer.qk_norm[0], shape.eps)
+        k = rms_norm(k, layer.qk_norm[1], shape.eps)
+    groups = shape.heads // shape.kv_heads
+    k, v = repeat_kv(rotate(k, cos, sin), groups), repeat_kv(v, groups)
+    attended = causal_attention(rotate(q, cos, sin), k, v).flatten(2)
+    x = x + F.linear(attended, layer.output, layer.output_bias)
+    normed = rms_norm(x, layer.post_norm, shape.eps)
+    return x + gated_mlp(normed, layer.gate, layer.up, layer.down)

@@ -15,13 +15,11 @@ from torch import Tensor
 from sgl_spec.errors import ConfigError, UnsupportedModelError
 from sgl_spec.models.config import ModelConfig
 from sgl_spec.training.blocks import (
+    LayerSizes,
+    LayerWeights,
     Rotary,
-    causal_attention,
-    gated_mlp,
-    repeat_kv,
+    forward_layer,
     rms_norm,
-    rotate,
-    split_heads,
 )
 
 
@@ -35,30 +33,6 @@ class Hidden:
 
     final: Tensor
     captured: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One layer's weights; q, k and v are stacked. bias tensors are None where there is none."""
-
-    input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    qk_norm: tuple[Tensor, Tensor] | None
-    output: Tensor
-    output_bias: Tensor | None
-    post_norm: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
 
 
 class Target:
@@ -91,19 +65,17 @@ class Target:
         self.norm = take("model.norm.weight")
         self.layers = [self._layer(index, take) for index in range(self.config.num_layers)]
         config = self.config
-        self._shape = _Shape(
+        self._shape = LayerSizes(
             config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
         )
         self._rotary: Rotary | None = None
-        self._run_layer = (
-            torch.compile(_forward_layer, dynamic=True) if compiled else _forward_layer
-        )
+        self._run_layer = torch.compile(forward_layer) if compiled else forward_layer
 
-    def _layer(self, index: int, take: Callable[[str], Tensor]) -> _Layer:
+    def _layer(self, index: int, take: Callable[[str], Tensor]) -> LayerWeights:
         config, prefix = self.config, f"model.layers.{index}"
         qkv = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
         attention = f"{prefix}.self_attn"
-        return _Layer(
+        return LayerWeights(
             input_norm=take(f"{prefix}.input_layernorm.weight"),
             qkv=torch.cat([take(f"{name}.weight") for name in qkv]),
             qkv_bias=torch.cat([take(f"{name}.bias") for name in qkv])
@@ -141,21 +113,6 @@ class Target:
         if self._rotary is None or self._rotary.cos.shape[0] < length:
             self._rotary = Rotary.build(self.config, max(length, 2048), self.dtype, self.device)
         return self._rotary.rows(0, length)
-
-
-def _forward_layer(x: Tensor, layer: _Layer, cos: Tensor, sin: Tensor, shape: _Shape) -> Tensor:
-    normed = rms_norm(x, layer.input_norm, shape.eps)
-    qkv = split_heads(F.linear(normed, layer.qkv, layer.qkv_bias), shape.head_dim)
-    q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=2)
-    if layer.qk_norm is not None:
-        q = rms_norm(q, layer.qk_norm[0], shape.eps)
-        k = rms_norm(k, layer.qk_norm[1], shape.eps)
-    groups = shape.heads // shape.kv_heads
-    k, v = repeat_kv(rotate(k, cos, sin), groups), repeat_kv(v, groups)
-    attended = causal_attention(rotate(q, cos, sin), k, v).flatten(2)
-    x = x + F.linear(attended, layer.output, layer.output_bias)
-    normed = rms_norm(x, layer.post_norm, shape.eps)
-    return x + gated_mlp(normed, layer.gate, layer.up, layer.down)
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:

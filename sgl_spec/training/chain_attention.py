@@ -1,0 +1,143 @@
+"""Attention of the training-time test: causal rows of step 0, and each row's own chain of steps.
+
+A draft step j at root p sees the step-0 rows 0 .. p (the committed text) and the rows of steps
+1 .. j that grew from the same root p: the nodes above it in a chain. Rows are indexed by their
+root, so the first part is plain causal attention and the second a dot product per row.
+
+With s0 the scores of the step-0 rows, c_m the score of the chain's row m, and l0 = logsumexp(s0):
+
+    l = log(exp(l0) + sum_m exp(c_m)),   out = exp(l0 - l) * flash(s0) + sum_m exp(c_m - l) v_m
+
+The backward of the first part is flash attention's own, called with the joint `out` and `l`: it
+rebuilds its probabilities as exp(s0 - l) and subtracts rowsum(grad * out), which is what the joint
+softmax asks for. So no score matrix is ever stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def chain_attention(
+    q: Tensor, k0: Tensor, v0: Tensor, chain_k: list[Tensor], chain_v: list[Tensor]
+) -> Tensor:
+    """[B, heads, S, d]: attention of row p over rows 0 .. p of `k0` and row p of every `chain_k`.
+
+    All tensors are [B, heads, S, d] (KV heads already repeated); scores are scaled by 1 / sqrt(d).
+    """
+    result: Tensor = _ChainAttention.apply(q, k0, v0, *chain_k, *chain_v)  # type: ignore[no-untyped-call]
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Flash:
+    """Causal attention with what its backward needs. lse: [B, heads, S] float32."""
+
+    out: Tensor
+    lse: Tensor
+    extra: tuple[Any, ...]
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> _Flash:
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        return _Flash(out, lse, ())
+    out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = (
+        torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    )
+    return _Flash(out, lse, (cum_q, cum_k, max_q, max_k, seed, offset))
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extra: tuple[Any, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v for probabilities exp(scores - lse) and the joint `out`."""
+    if q.device.type == "cpu":
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, True
+        )
+    else:
+        cum_q, cum_k, max_q, max_k, seed, offset = extra
+        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, True, seed, offset
+        )
+    grad_q, grad_k, grad_v = found
+    return grad_q, grad_k, grad_v
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """[B, heads, S] float32 of two [B, heads, S, d]."""
+    return (a.float() * b.float()).sum(dim=-1)
+
+
+def _join(q: Tensor, out: Tensor, lse: Tensor, rows: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """The joint output and logsumexp. rows: the chain's keys, then its values."""
+    steps = len(rows) // 2
+    scale = q.shape[-1] ** -0.5
+    scores = [_dot(q, key) * scale for key in rows[:steps]]
+    joint = torch.logsumexp(torch.stack((lse, *scores)), dim=0)
+    mixed = (lse - joint).exp().unsqueeze(-1) * out.float()
+    for score, value in zip(scores, rows[steps:], strict=True):
+        mixed = mixed + (score - joint).exp().unsqueeze(-1) * value.float()
+    return mixed.to(out.dtype), joint
+
+
+def _join_backward(
+    grad: Tensor, q: Tensor, out: Tensor, joint: Tensor, rows: tuple[Tensor, ...]
+) -> list[Tensor]:
+    """Gradients of q (the chain's share, float32), then of every chain key, then value."""
+    steps = len(rows) // 2
+    scale = q.shape[-1] ** -0.5
+    delta = _dot(grad, out)
+    grad_q = torch.zeros_like(q, dtype=torch.float32)
+    grad_keys, grad_values = [], []
+    for key, value in zip(rows[:steps], rows[steps:], strict=True):
+        share = (_dot(q, key) * scale - joint).exp()
+        slope = (share * (_dot(grad, value) - delta) * scale).unsqueeze(-1)
+        grad_q = grad_q + slope * key.float()
+        grad_keys.append((slope * q.float()).to(key.dtype))
+        grad_values.append((share.unsqueeze(-1) * grad.float()).to(value.dtype))
+    return [grad_q, *grad_keys, *grad_values]
+
+
+class _ChainAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k0: Tensor, v0: Tensor, *rows: Tensor) -> Tensor:
+        flash = _flash(q, k0, v0)
+        out, joint = flash.out, flash.lse
+        if rows:
+            out, merged = kernels.join(q, out, joint, rows)
+            joint = torch.empty_like(joint).copy_(merged)  # in the layout that the backward reads
+        ctx.save_for_backward(q, k0, v0, out, joint, *rows)
+        ctx.extra = flash.extra
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        q, k0, v0, out, joint, *rows = ctx.saved_tensors
+        grad_q, grad_k, grad_v = _flash_backward(grad, q, k0, v0, out, joint, ctx.extra)
+        if not rows:
+            return grad_q, grad_k, grad_v
+        chain_q, *chain = kernels.join_backward(grad, q, out, joint, tuple(rows))
+        return (grad_q.float() + chain_q).to(grad_q.dtype), grad_k, grad_v, *chain
+
+
+class _Kernels:
+    """The row-wise pieces, which `compile_rows` may replace by compiled ones."""
+
+    def __init__(self) -> None:
+        self.join = _join
+        self.join_backward = _join_backward
+
+
+kernels = _Kernels()
+
+
+def compile_rows() -> None:
+    """Fuse the row-wise pieces (one graph per chain length)."""
+    kernels.join = torch.compile(_join)
+    kernels.join_backward = torch.compile(_join_backward)

@@ -1,0 +1,96 @@
+"""Soft-label losses fused with their output layer: no logits are kept for the backward.
+
+For a row with hidden h, weight w, target probabilities p over the draft's columns (which may sum
+to less than 1: the rest lies outside the draft's vocabulary) and z = W h:
+
+    loss = w * (sum(p) * logsumexp(z) - sum(p * z)),   dloss/dz = w * (sum(p) * softmax(z) - p)
+
+The gradients of h and W are formed in the forward, chunk by chunk of rows, and handed out in the
+backward. A row's `hit` says whether the draft's best column is the target's best token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Labels = Callable[[int, int], tuple[Tensor, Tensor]]
+"""Probabilities [n, W] and best column [n] (-1: outside the columns) of rows start .. end - 1."""
+
+CHUNK_ROWS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLoss:
+    """loss: sum of the weighted row losses, differentiable. hits: [N] bool."""
+
+    loss: Tensor
+    hits: Tensor
+
+
+def soft_label_loss(
+    hidden: Tensor, head: Tensor, labels: Labels, weights: Tensor, chunk: int = CHUNK_ROWS
+) -> HeadLoss:
+    """hidden: [N, H]; head: [W, H], same dtype; weights: [N] float32."""
+    loss, hits = _SoftLabelLoss.apply(hidden, head, labels, weights, chunk)  # type: ignore[no-untyped-call]
+    return HeadLoss(loss, hits)
+
+
+def _rows(
+    logits: Tensor, probs: Tensor, best: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss (summed), its gradient in the logits, and hits of a chunk."""
+    z, p = logits.float(), probs.float()
+    mass = p.sum(dim=-1)
+    lse = z.logsumexp(dim=-1)
+    loss = (weights * (mass * lse - (p * z).sum(dim=-1))).sum()
+    softmax = (z - lse.unsqueeze(-1)).exp()
+    grad = weights.unsqueeze(-1) * (mass.unsqueeze(-1) * softmax - p)
+    return loss, grad.to(logits.dtype), z.argmax(dim=-1) == best
+
+
+class _SoftLabelLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, labels: Labels, weights: Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        total = torch.zeros((), device=hidden.device)
+        hits = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden)
+        grad_head = torch.zeros_like(head, dtype=torch.float32)
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, min(start + chunk, len(hidden)))
+            probs, best = labels(part.start, part.stop)
+            logits = hidden[part] @ head.t()
+            loss, grad, hits[part] = kernels.rows(logits, probs, best, weights[part])
+            total += loss
+            grad_hidden[part] = grad @ head
+            grad_head += grad.t() @ hidden[part]
+        ctx.save_for_backward(grad_hidden, grad_head.to(head.dtype))
+        ctx.mark_non_differentiable(hits)
+        return total, hits
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _hits: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        grad_hidden, grad_head = ctx.saved_tensors
+        # The scale is folded into the weights, so that bf16 gradients keep their range.
+        return grad_hidden * grad, grad_head * grad, None, None, None
+
+
+class _Kernels:
+    """The row-wise piece, which `compile_rows` may replace by a compiled one."""
+
+    def __init__(self) -> None:
+        self.rows = _rows
+
+
+kernels = _Kernels()
+
+
+def compile_rows() -> None:
+    """Fuse the row-wise piece."""
+    kernels.rows = torch.compile(_rows)

@@ -1,0 +1,225 @@
+"""Options, device and provenance that the training commands share."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import platform
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sgl_spec.errors import ConfigError
+from sgl_spec.models.checkpoint import resolve_checkpoint
+from sgl_spec.training import chain_attention, losses
+from sgl_spec.training.feed import Feed
+from sgl_spec.training.loop import LoopOptions
+from sgl_spec.training.shards import TokenShards
+from sgl_spec.training.target import Target
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZERS = ("adamw", "muon")
+DTYPES = ("bfloat16", "float32")
+
+
+def add_common(parser: argparse.ArgumentParser, *, lr: float, optimizer: str) -> None:
+    """What every trained draft is told. lr, optimizer: this draft's defaults."""
+    add = parser.add_argument
+    add("--target", default="smollm2", help="checkpoint directory, hub id, or smollm2")
+    add("--data", type=Path, nargs="+", required=True, help="directories of the `data` command")
+    add("--out", type=Path, required=True, help="where weights, config and checkpoint go")
+    add("--steps", type=int, help="train for this many batches")
+    add("--time-limit", type=float, metavar="SECONDS", help="train for this long, start included")
+    add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    add("--lr", type=float, default=lr, help=f"peak learning rate (default {lr})")
+    add("--optimizer", choices=OPTIMIZERS, default=optimizer, help=f"default {optimizer}")
+    add("--warmup", type=float, default=0.02, help="share of the run (default 0.02)")
+    add("--weight-decay", type=float, default=0.01, help="default 0.01")
+    add("--batch-tokens", type=int, default=32768, help="padded tokens of a batch (default 32768)")
+    add("--max-len", type=int, default=2048, help="longer sequences are cut (default 2048)")
+    add(
+        "--prompt-share",
+        type=float,
+        default=0.1,
+        help="share of prompt positions learned beside the answers (default 0.1)",
+    )
+    add("--label-temperature", type=float, default=1.0, help="of the target's labels (default 1)")
+    add("--held-out", type=float, default=0.02, help="share of prompts kept apart (default 0.02)")
+    add("--eval-tokens", type=int, default=65536, help="held-out tokens judged (default 65536)")
+    add("--seed", type=int, default=0)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", choices=DTYPES, help="of the computation (default bfloat16; float32 on a CPU)")
+    add("--compile", action=argparse.BooleanOptionalAction, help="fuse kernels (default: on CUDA)")
+    add("--save-every", type=float, default=120, metavar="SECONDS")
+    add("--eval-every", type=float, default=60, metavar="SECONDS")
+    add("--log-every", type=float, default=10, metavar="SECONDS")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The parsed options with what they stand for."""
+
+    args: argparse.Namespace
+    target: Target
+    shards: TokenShards
+    loop: LoopOptions
+    compiled: bool
+
+    def feed(self, reach: int) -> Feed:
+        """The training batches; see `Feed` for `reach`."""
+        args = self.args
+        return Feed(
+            self.shards,
+            tokens=args.batch_tokens,
+            max_len=min(args.max_len, args.batch_tokens),
+            seed=args.seed,
+            prompt_share=args.prompt_share,
+            reach=reach,
+            device=self.target.device,
+        )
+
+
+def prepare(args: argparse.Namespace) -> Setting:
+    """Load data and target. Raises `ConfigError` for values out of range or data of another
+    target's vocabulary."""
+    started = time.monotonic()
+    _check(args)
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    device = torch.device(args.device)
+    dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    compiled = device.type == "cuda" if args.compile is None else args.compile
+    if compiled:
+        chain_attention.compile_rows()
+        losses.compile_rows()
+    shards = TokenShards(args.data, args.held_out)
+    target = Target(resolve_checkpoint(args.target), dtype=dtype, device=device, compiled=compiled)
+    if shards.vocab_size != target.config.vocab_size:
+        raise ConfigError(
+            f"The data was made by {shards.target} with {shards.vocab_size} token ids, "
+            f"--target {args.target} has {target.config.vocab_size}."
+        )
+    logger.info(
+        "%d sequences, %d tokens, %d of the sequences held out; %s in %s on %s",
+        len(shards),
+        shards.num_tokens,
+        len(shards.held_out()),
+        args.target,
+        str(dtype).removeprefix("torch."),
+        device_name(device),
+    )
+    return Setting(args, target, shards, _loop_options(args, started), compiled)
+
+
+def _loop_options(args: argparse.Namespace, started: float) -> LoopOptions:
+    return LoopOptions(
+        out=args.out,
+        started=started,
+        steps=args.steps,
+        seconds=args.time_limit,
+        lr=args.lr,
+        optimizer=args.optimizer,
+        warmup=args.warmup,
+        weight_decay=args.weight_decay,
+        save_every=args.save_every,
+        eval_every=args.eval_every,
+        log_every=args.log_every,
+        resume=args.resume,
+    )
+
+
+def _check(args: argparse.Namespace) -> None:
+    limits = {
+        "steps": (1, float("inf")),
+        "time_limit": (1, float("inf")),
+        "lr": (1e-9, 10.0),
+        "warmup": (1e-6, 0.9),
+        "weight_decay": (0.0, 1.0),
+        "batch_tokens": (1, 1 << 24),
+        "max_len": (8, 1 << 20),
+        "prompt_share": (0.0, 1.0),
+        "label_temperature": (0.05, 10.0),
+        "eval_tokens": (1, 1 << 30),
+    }
+    for name, (low, high) in limits.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value <= high:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} {value} is out of range; allowed: {low:g} to {high:g}.")
+
+
+def device_name(device: torch.device) -> str:
+    """The card's name, or the processor's architecture."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def provenance(setting: Setting, run: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Everything that says where weights came from; holds no path of the machine."""
+    args, shards = setting.args, setting.shards
+    used = ("batch_tokens", "max_len", "prompt_share", "label_temperature", "seed")
+    return {
+        "target": Path(args.target).name,
+        "data": [manifest for folder in args.data for manifest in _manifests(folder)],
+        "sequences": len(shards),
+        "tokens": shards.num_tokens,
+        "held_out_share": args.held_out,
+        **{name: getattr(args, name) for name in used},
+        **run,
+        **extra,
+        "device": device_name(setting.target.device),
+        "dtype": str(setting.target.dtype).removeprefix("torch."),
+        "versions": _versions(),
+    }
+
+
+def write_tensors(out: Path, tensors: dict[str, Tensor]) -> None:
+    """model.safetensors, complete or not there at all."""
+    partial = out / ".model.safetensors.partial"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)
+    partial.rename(out / "model.safetensors")
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Indented, with a newline at the end."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _manifests(folder: Path) -> list[dict[str, Any]]:
+    """Each part's manifest without its list of shards, and the digest of the whole file."""
+    found = []
+    for path in sorted(folder.glob("part-[0-9][0-9].json")):
+        content = path.read_bytes()
+        manifest = json.loads(content)
+        shards = manifest.pop("shards")
+        totals = {key: sum(shard[key] for shard in shards) for key in ("sequences", "tokens")}
+        digest = hashlib.sha256(content).hexdigest()
+        found.append(manifest | totals | {"manifest_sha256": digest})
+    return found
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = metadata.version("sgl-spec")
+    except metadata.PackageNotFoundError:
+        own = "not installed"
+    return {
+        "sgl-spec": own,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "safetensors": safetensors.__version__,
+    }
