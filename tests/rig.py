@@ -67,6 +67,7 @@ class Rig:
             "prefill_budget": chunk,
             "chunked": True,
             "draft_tokens": nodes,
+            "round_slots": nodes,
             "check_every_step": True,
         }
         self.scheduler = Scheduler(

@@ -8,8 +8,13 @@ from pathlib import Path
 
 from sgl_spec.args import ResolvedArgs
 from sgl_spec.contradictions import sampling_flag
+from sgl_spec.engine.slots import SlotManager
 from sgl_spec.errors import ConfigError
-from sgl_spec.speculative import ngram
+from sgl_spec.models.checkpoint import resolve_draft, resolve_token_map
+from sgl_spec.models.decoder import Decoder
+from sgl_spec.models.draft import DraftModel
+from sgl_spec.models.draft_loader import load_draft
+from sgl_spec.speculative import model_drafter, ngram
 from sgl_spec.speculative.base import (
     Drafter,
     DrafterContext,
@@ -39,13 +44,34 @@ def topology_of(args: ResolvedArgs) -> Topology | None:
     return None if shape is None else topology(shape.steps, shape.topk, shape.nodes)
 
 
-def make_drafter(args: ResolvedArgs, rows: int, width: int, vocab_size: int) -> Drafter | None:
-    """The drafter that the flags name, for `rows` requests of up to `width` tokens; `ConfigError`
-    if there is none, or if it cannot do what the flags ask."""
+def load_draft_model(args: ResolvedArgs, target: Decoder, tokenizer_dir: Path) -> DraftModel | None:
+    """The draft model of EAGLE, EAGLE3 or STANDALONE, None for other drafters. Errors as of
+    `resolve_draft` and `load_draft`."""
+    name, path = args.speculative_algorithm, args.speculative_draft_model_path
+    if name not in model_drafter.ALGORITHMS:
+        return None
+    assert path is not None, "checked with the flags"
+    token_map = args.speculative_token_map
+    return load_draft(
+        name,
+        resolve_draft(path, args.speculative_draft_model_revision),
+        target,
+        tokenizer_dir=tokenizer_dir,
+        token_map=None if token_map is None else resolve_token_map(token_map),
+        load_format=args.load_format,
+    )
+
+
+def make_drafter(
+    args: ResolvedArgs, target: Decoder, slots: SlotManager, draft_model: DraftModel | None
+) -> Drafter | None:
+    """The drafter that the flags name, for the rows and slots of `slots`; `ConfigError` if there is
+    none, or if it cannot do what the flags ask."""
     name = args.speculative_algorithm
     if name is None:
         return None
     ngram.register()
+    model_drafter.register()
     if args.speculative_drafter_module is not None:
         _import_module(args.speculative_drafter_module)
     if name not in registered_drafters():
@@ -54,12 +80,16 @@ def make_drafter(args: ResolvedArgs, rows: int, width: int, vocab_size: int) -> 
             f"{', '.join(registered_drafters())}, got {name!r}."
         )
     context = DrafterContext(
-        num_rows=rows,
-        width=width,
+        num_rows=slots.table.num_rows,
+        width=slots.table.width,
         draft_tokens=args.tree_nodes,
-        vocab_size=vocab_size,
+        vocab_size=target.config.vocab_size,
         options=args.drafter_options(),
         topology=topology_of(args),
+        num_slots=slots.pages.total,
+        req_to_token=slots.table.device,
+        target=target,
+        draft_model=draft_model,
     )
     drafter = build_drafter(name, context)
     flag = sampling_flag(args)

@@ -13,7 +13,12 @@ import torch
 
 from sgl_spec.args import ResolvedArgs, ServerArgs
 from sgl_spec.engine.calibrate import CostMeter, measure_costs
-from sgl_spec.engine.drafting import make_drafter, rule_of, topology_of
+from sgl_spec.engine.drafting import (
+    load_draft_model,
+    make_drafter,
+    rule_of,
+    topology_of,
+)
 from sgl_spec.engine.grammar import Compile, make_compiler, refuse_all
 from sgl_spec.engine.grammar_jobs import GrammarJobs
 from sgl_spec.engine.kv_pool import ceil_page, floor_page
@@ -24,11 +29,12 @@ from sgl_spec.engine.scheduler import Limits, Scheduler
 from sgl_spec.engine.slots import SlotManager
 from sgl_spec.engine.worker import Worker
 from sgl_spec.errors import ConfigError, InvalidRequestError
+from sgl_spec.layers.context import KVCache
 from sgl_spec.messages import EngineState, OutputChunk
 from sgl_spec.models.checkpoint import resolve_checkpoint
-from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.loader import load_model
 from sgl_spec.request import TokenizedRequest
+from sgl_spec.speculative.base import follows_kv
 from sgl_spec.text import PROMPT_TAIL, StopMatcher, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -54,6 +60,7 @@ class Engine:
             load_format=self.args.load_format,
             context_length=self.args.context_length,
         )
+        self.args = self.args.for_target(self.model.config.architecture)
         self.counters = EngineCounters()
         self.throughput = Throughput()
         self.round_log = RoundLog(self.args.decode_log_interval)
@@ -68,9 +75,10 @@ class Engine:
     def _build(self, check_every_step: bool) -> None:
         args, config = self.args, self.model.config
         self.context_length = config.context_length
-        reserve, page = tree_reserve(args.tree_nodes), args.page_size
+        self.draft_model = load_draft_model(args, self.model, self.tokenizer_dir)
+        reserve, page = tree_reserve(args.round_slots), args.page_size
         width = ceil_page(self.context_length + reserve + page - 1, page)
-        self.num_slots = _pool_slots(args, self.model, width)
+        self.num_slots = _pool_slots(args, self._kv_bytes_per_token(), width)
         rows = min(args.max_running_requests, max(1, self.num_slots // (reserve + page)))
         self.slots = SlotManager(
             num_slots=self.num_slots,
@@ -81,13 +89,8 @@ class Engine:
         )
         kv = self.model.new_kv_cache(self.num_slots)
         self.rule = rule_of(args)
-        self.drafter = make_drafter(args, rows, width, config.vocab_size)
-        costs = None
-        if self.drafter is not None and not self.rule.samples:
-            most = rows * args.tree_nodes
-            measured = measure_costs(self.model, kv, max_requests=rows, max_rows=most)
-            costs = CostMeter(measured)
-            logger.info("Verify cost in ms: %s", measured)
+        self.drafter = make_drafter(args, self.model, self.slots, self.draft_model)
+        self.slots.reads_ahead = follows_kv(self.drafter) and self.drafter.reads_ahead
         worker = Worker(
             self.model,
             kv,
@@ -95,13 +98,28 @@ class Engine:
             page_size=page,
             rename_slots=False,
             drafter=self.drafter,
-            costs=costs,
+            costs=self._costs(kv, rows),
             rule=self.rule,
             topology=topology_of(args),
         )
         limits = self._limits(rows, reserve, check_every_step)
         grammars = GrammarJobs(self._grammar_compiler(), config.vocab_size)
         self.scheduler = Scheduler(worker, self.slots, limits, self.counters, grammars)
+
+    def _costs(self, kv: KVCache, rows: int) -> CostMeter | None:
+        """What verifying costs, where a drafter's trees may be cut by it."""
+        if self.drafter is None or self.rule.samples:
+            return None
+        most = rows * self.args.tree_nodes
+        measured = measure_costs(self.model, kv, max_requests=rows, max_rows=most)
+        logger.info("Verify cost in ms: %s", measured)
+        return CostMeter(measured)
+
+    def _kv_bytes_per_token(self) -> int:
+        """Bytes of one slot in the target's cache and in the draft model's."""
+        draft = self.draft_model
+        own = 0 if draft is None else draft.kv_bytes_per_token
+        return self.model.kv_bytes_per_token + own
 
     def _grammar_compiler(self) -> Compile:
         if self.args.grammar_backend == "none":
@@ -121,6 +139,7 @@ class Engine:
             prefill_budget=budget,
             chunked=chunk != -1,
             draft_tokens=args.tree_nodes,
+            round_slots=args.round_slots,
             schedule_policy=args.schedule_policy,
             stream_interval=args.stream_interval,
             check_every_step=check_every_step,
@@ -150,11 +169,20 @@ class Engine:
             "speculative_algorithm": self.args.speculative_algorithm,
             "draft_tokens": self.args.tree_nodes,
             "acceptance_rule": self.rule.name,
-            "memory": {
-                "weight": self.model.weight_bytes / 1e9,
-                "kvcache": self.num_slots * self.model.kv_bytes_per_token / 1e9,
-                "token_capacity": self.num_slots,
-            },
+            "memory": self._memory(),
+        }
+
+    def _memory(self) -> dict[str, float]:
+        """GB of weights and KV caches, the draft model's included and by itself."""
+        draft, kv = self.draft_model, self.num_slots * self._kv_bytes_per_token()
+        own = 0 if draft is None else draft.weight_bytes
+        target_kv = self.num_slots * self.model.kv_bytes_per_token
+        return {
+            "weight": (self.model.weight_bytes + own) / 1e9,
+            "kvcache": kv / 1e9,
+            "draft_weight": own / 1e9,
+            "draft_kvcache": (kv - target_kv) / 1e9,
+            "token_capacity": self.num_slots,
         }
 
     @property
@@ -234,14 +262,14 @@ def _check_device(args: ResolvedArgs) -> None:
     torch.set_grad_enabled(False)
 
 
-def _pool_slots(args: ResolvedArgs, model: Decoder, width: int) -> int:
-    """Slots of the KV pool, in whole pages."""
-    page, per_token = args.page_size, model.kv_bytes_per_token
+def _pool_slots(args: ResolvedArgs, per_token: int, width: int) -> int:
+    """Slots of the KV pool, in whole pages. per_token: bytes of a slot in all caches."""
+    page = args.page_size
     if args.max_total_tokens is not None:
         return ceil_page(args.max_total_tokens, page)
     room = int(psutil.virtual_memory().available * POOL_FRACTION) // per_token
     slots = floor_page(min(room, args.max_running_requests * width), page)
-    if slots < min(width, 2 * page + tree_reserve(args.tree_nodes)):
+    if slots < min(width, 2 * page + tree_reserve(args.round_slots)):
         raise ConfigError(
             f"The free memory holds only {room} KV slots of {per_token} bytes; "
             "free some, or give --max-total-tokens or a shorter --context-length."

@@ -45,13 +45,14 @@ class Need:
     remaining: int
 
 
-def tree_reserve(draft_tokens: int) -> int:
+def tree_reserve(round_slots: int) -> int:
     """Slots beyond committed_len that a decode round is given: 2 A.
 
-    A is the most slots one round writes and the most tokens it accepts. Twice, because a round may
-    be launched while the host still knows the committed length of the round before.
+    A = `round_slots` is the most slots one round writes, in the target's cache or in a drafter's,
+    and the most tokens it accepts. Twice, because a round may be launched while the host still
+    knows the committed length of the round before.
     """
-    return 2 * draft_tokens
+    return 2 * round_slots
 
 
 def can_admit(need: Need, running: Sequence[Need], pool: PoolCounts) -> bool:

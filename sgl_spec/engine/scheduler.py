@@ -24,10 +24,11 @@ from sgl_spec.engine.policy import (
     tree_reserve,
     waits_for_prefix,
 )
+from sgl_spec.engine.replies import chunk_of, keep_logprobs
 from sgl_spec.engine.req import Phase, Req
 from sgl_spec.engine.slots import SlotManager
 from sgl_spec.messages import OutputChunk
-from sgl_spec.request import FinishReason, Logprobs
+from sgl_spec.request import FinishReason
 
 GRAMMAR_WAIT_S = 0.01
 
@@ -38,7 +39,8 @@ class Limits:
 
     max_request_tokens: prompt + output tokens that one request can hold when it runs alone.
     prefill_budget: prompt tokens of one forward; chunked: whether a prompt may be cut to fit it.
-    draft_tokens: most nodes of a tree, root included (1: no speculation).
+    draft_tokens: most nodes of a tree, root included (1: no speculation). round_slots: most slots
+    behind the committed tokens that one round writes.
     """
 
     max_running: int
@@ -47,6 +49,7 @@ class Limits:
     prefill_budget: int
     chunked: bool
     draft_tokens: int
+    round_slots: int
     schedule_policy: str = "fcfs"
     stream_interval: int = 1
     check_every_step: bool = False
@@ -59,6 +62,7 @@ class Runner(Protocol):
     def begin(self, req: Req) -> None: ...
     def execute(self, batch: Batch) -> StepOutput: ...
     def observe(self, taken: list[int]) -> None: ...
+    def shareable(self, req: Req) -> int: ...
     def close(self, row: int) -> None: ...
     def flush(self) -> None: ...
 
@@ -87,7 +91,7 @@ class Scheduler:
         self.running: list[Req] = []  # in admission order; phase PREFILL or DECODE
         self._ended: list[Req] = []
         self._last_was_prefill = False
-        self._reserve = tree_reserve(limits.draft_tokens)
+        self._reserve = tree_reserve(limits.round_slots)
 
     @property
     def has_work(self) -> bool:
@@ -313,14 +317,14 @@ class Scheduler:
                 for req, tokens, proposed in zip(reqs, output.tokens, output.proposed, strict=True)
             ]
             self.worker.observe(taken)
-        _keep_logprobs(reqs, output)
+        keep_logprobs(reqs, output)
         for req in reqs:
             if req.finish is not None:
                 self._end(req, req.finish)
 
     def _commit_chunk(self, req: Req, take: int, final: bool, tokens: list[int]) -> None:
         req.held.committed_len += take
-        self.slots.publish(req, req.held.committed_len)
+        self.slots.publish(req, self.worker.shareable(req))
         if not final:
             return
         req.phase = Phase.DECODE
@@ -353,8 +357,9 @@ class Scheduler:
         """Take a request off its row; its committed tokens stay reusable."""
         row = req.held.row
         self.running.remove(req)
+        keep = min(self.worker.shareable(req), len(req.ids))
         self.worker.close(row)
-        self.slots.close(req, min(req.held.committed_len, len(req.ids)))
+        self.slots.close(req, keep)
 
     def _refuse(self, req: Req, status: int, message: str) -> None:
         self.counters.aborted += 1
@@ -373,8 +378,8 @@ class Scheduler:
         yield from self.running
 
     def _reply(self) -> list[OutputChunk]:
-        chunks = [_chunk(req) for req in self.running if self._due(req)]
-        chunks += [_chunk(req) for req in self._ended]
+        chunks = [chunk_of(req) for req in self.running if self._due(req)]
+        chunks += [chunk_of(req) for req in self._ended]
         self._ended.clear()
         return chunks
 
@@ -386,42 +391,3 @@ class Scheduler:
 
 def _ints(values: Iterator[int] | list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.fromiter(values, dtype=np.int64)
-
-
-def _keep_logprobs(reqs: list[Req], output: StepOutput) -> None:
-    """Take what a step gave, cut where the tokens were."""
-    for req, prompt in zip(reqs, output.prompt_logprobs or (), strict=False):
-        if prompt is not None and req.logprobs is not None:
-            req.logprobs.prompt.extend(prompt)
-    for req, new in zip(reqs, output.logprobs or (), strict=False):
-        if new is not None and req.logprobs is not None:
-            kept = req.output_len - len(req.logprobs.output)
-            req.logprobs.output.extend(new.part(0, kept))
-
-
-def _chunk(req: Req) -> OutputChunk:
-    ids = req.ids[req.prompt_len + req.reported :]
-    logprobs, prompt_logprobs = _fresh_logprobs(req)
-    req.reported = req.output_len
-    return OutputChunk(
-        rid=req.rid,
-        ids=ids,
-        prompt_tokens=req.prompt_len,
-        completion_tokens=req.output_len,
-        cached_tokens=req.cached_tokens,
-        retractions=max(req.admissions - 1, 0) if req.finish else 0,
-        finish=req.finish,
-        spec=req.spec if req.finish is not None and req.spec.verify_ct else None,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
-
-
-def _fresh_logprobs(req: Req) -> tuple[Logprobs | None, Logprobs | None]:
-    """Those of the output tokens that no chunk has reported, and the prompt's on the first."""
-    record = req.logprobs
-    if record is None:
-        return None, None
-    prompt = None if record.prompt_sent else record.prompt
-    record.prompt_sent = True
-    return record.output.part(req.reported), prompt

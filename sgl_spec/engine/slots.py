@@ -1,6 +1,12 @@
 """Rows and slots of requests: what a request takes when it is admitted, grows by, publishes to the
 prefix cache and gives back. Glue between `kv_pool` (who owns a slot) and `prefix_cache` (what is
-reusable)."""
+reusable).
+
+A slot is shared by all texts that agree about what its KV depends on. The target's depends on the
+tokens up to its position. A drafter that reads ahead depends on the next token too; the cache is
+then keyed by pairs of neighbouring tokens, so that two texts share every position but the one
+before the first token in which they differ.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +22,16 @@ from sgl_spec.engine.kv_pool import (
     floor_page,
 )
 from sgl_spec.engine.policy import Need, PoolCounts
-from sgl_spec.engine.prefix_cache import PrefixCache
+from sgl_spec.engine.prefix_cache import PrefixCache, Tokens
 from sgl_spec.engine.req import Req
 
 
 class SlotManager:
-    """Owns the slot table, the page allocator and the prefix cache."""
+    """Owns the slot table, the page allocator and the prefix cache.
+
+    reads_ahead: whether the KV at a position depends on the next token as well; to be set before
+    anything is cached.
+    """
 
     def __init__(
         self, *, num_slots: int, page_size: int, num_rows: int, width: int, use_cache: bool
@@ -31,6 +41,7 @@ class SlotManager:
         self.pages = PageAllocator(num_slots, page_size)
         self.cache = PrefixCache(page_size)
         self.use_cache = use_cache
+        self.reads_ahead = False
 
     def counts(self) -> PoolCounts:
         """The pool as admission sees it."""
@@ -38,10 +49,18 @@ class SlotManager:
 
     def cached_len(self, req: Req) -> int:
         """Tokens of a waiting request that it would find cached now."""
-        return self.cache.peek(req.ids, self._limit(req))
+        return self.cache.peek(self._keys(req), self._limit(req))
 
     def _limit(self, req: Req) -> int:
         return req.reusable if self.use_cache else 0
+
+    def _keys(self, req: Req) -> Tokens:
+        """What the cache files a request's positions under: one per position whose KV is
+        determined."""
+        if not self.reads_ahead:
+            return req.ids
+        ids = np.asarray(req.ids, dtype=np.int64)
+        return (ids[:-1] << 32) | ids[1:]
 
     def reach(self, tokens: int) -> int:
         """Slots that `tokens` positions take in whole pages, within a row."""
@@ -49,7 +68,7 @@ class SlotManager:
 
     def pin_prefix(self, req: Req) -> int:
         """Match and lock a waiting request's cached prefix, so that making room cannot evict it."""
-        match = self.cache.match(req.ids, self._limit(req))
+        match = self.cache.match(self._keys(req), self._limit(req))
         self.cache.lock(match.node)
         req.node = match.node
         return len(match.slots)
@@ -63,7 +82,7 @@ class SlotManager:
     def open(self, req: Req, tokens: int) -> None:
         """Give a pinned request a row and slots for `tokens` positions; the caller has checked
         room."""
-        shared = self.cache.match(req.ids, self._limit(req)).slots
+        shared = self.cache.match(self._keys(req), self._limit(req)).slots
         row = self.table.take_row()
         self.table.write(row, 0, shared)
         length = len(shared)
@@ -103,12 +122,12 @@ class SlotManager:
 
         Where the cache already has them the request adopts the cache's slots and frees its own.
         """
-        held = req.held
-        length = floor_page(length, self.page_size)
+        held, keys = req.held, self._keys(req)
+        length = floor_page(min(length, len(keys)), self.page_size)
         if not self.use_cache or length <= held.shared_len:
             return
         assert length <= held.committed_len, "only committed tokens may be shared"
-        result = self.cache.insert(req.ids[:length], self.table.slots(held.row, 0, length))
+        result = self.cache.insert(keys[:length], self.table.slots(held.row, 0, length))
         self.cache.lock(result.node)
         self.unpin(req)
         req.node = result.node

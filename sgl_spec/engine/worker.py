@@ -7,7 +7,7 @@ sampling parameters, slots), so a batch is little more than a list of rows.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +24,7 @@ from sgl_spec.engine.batch import (
     prefill_forward,
     tree_forward,
 )
+from sgl_spec.engine.following import Follower
 from sgl_spec.engine.kv_pool import SlotTable, compact_slots
 from sgl_spec.engine.logprobs import LogprobReader, PerRequest
 from sgl_spec.engine.req import Req
@@ -33,7 +34,7 @@ from sgl_spec.speculative.base import DraftBatch, Drafter
 from sgl_spec.speculative.grammar import Constraint, mask_tree, token_masks
 from sgl_spec.speculative.penalties import TokenCounts
 from sgl_spec.speculative.propose import require_sampled
-from sgl_spec.speculative.prune import MIN_GAIN, keep_nodes, prune
+from sgl_spec.speculative.prune import MIN_GAIN, CostTable, keep_nodes, prune
 from sgl_spec.speculative.rules import AcceptanceRule, FollowRule
 from sgl_spec.speculative.sampling import SamplingRows, build_rows
 from sgl_spec.speculative.topology import Topology
@@ -44,6 +45,20 @@ from sgl_spec_kernels.kv_move import move_kv_rows
 if TYPE_CHECKING:
     from sgl_spec.engine.calibrate import CostMeter
     from sgl_spec.models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What a round leaves to be told to the drafter once the scheduler knows what was kept.
+
+    offsets: [B] the first verified row of each request. features: [T, C] of the verified rows.
+    """
+
+    draft: DraftBatch
+    tree: TokenTree
+    accepted: AcceptResult
+    offsets: Tensor
+    features: Tensor | None
 
 
 class Worker:
@@ -74,6 +89,7 @@ class Worker:
         self.table = table
         self.rename_slots = rename_slots and page_size == 1
         self.drafter = drafter
+        self.follower = Follower(model, kv, drafter)
         self.costs = costs
         self.rule = rule or FollowRule()
         self.topology = topology
@@ -86,7 +102,7 @@ class Worker:
         self._counts: TokenCounts | None = None  # made when a request with penalties comes
         self._counted: npt.NDArray[np.bool_] = np.zeros(len(self.tokens), dtype=np.bool_)
         self._drafting: set[int] = set()
-        self._round: tuple[DraftBatch, TokenTree, AcceptResult] | None = None
+        self._round: _Round | None = None
 
     # --- requests come and go ---------------------------------------------------------------------
 
@@ -97,6 +113,7 @@ class Worker:
         self._params[row] = (req.sampling, req.prompt_len)
         if req.constraint is not None:
             self._constraints[row] = req.constraint
+        self.follower.open(row, req.held.committed_len)
         self.logprobs.open(req)
         self._sampling = None
         self._start_counts(req)
@@ -118,6 +135,10 @@ class Worker:
         self.drafter.begin(row, self.tokens[row, :length], req.drafted)
         req.drafted = length
         self._drafting.add(row)
+
+    def shareable(self, req: Req) -> int:
+        """Leading tokens of a request whose KV, the target's and the drafter's, is there."""
+        return self.follower.written(req.held.row, req.held.committed_len)
 
     def close(self, row: int) -> None:
         """The row's request ended or was retracted."""
@@ -141,19 +162,21 @@ class Worker:
             return self._prefill(batch)
         return self._decode(batch)
 
+    @torch.inference_mode()
     def observe(self, taken: list[int]) -> None:
         """Tell the drafter how the last round ended. taken: tokens that each request kept, which a
         stop may have cut."""
-        assert self._round is not None
-        draft, tree, accepted = self._round
-        self._round = None
+        done, self._round = self._round, None
+        assert done is not None
         if self.drafter is not None:
             counts = torch.tensor(taken, dtype=torch.int64)
-            self.drafter.observe(draft, tree, replace(accepted, counts=counts))
+            kept = replace(done.accepted, counts=counts)
+            self.follower.verified(done.draft, kept, done.offsets, done.features)
+            self.drafter.observe(done.draft, done.tree, kept)
 
     def _prefill(self, batch: PrefillBatch) -> StepOutput:
         forward = prefill_forward(batch, self.tokens, self.table.device)
-        hidden = self.model.forward(forward, self.kv)
+        hidden, features = self.follower.run(forward)
         tokens: list[list[int]] = [[] for _ in batch.rows]
         logprobs: list[Logprobs | None] = [None] * len(tokens)
         (finals,) = np.nonzero(batch.finals)
@@ -167,6 +190,7 @@ class Worker:
                 self.tokens[row, end] = token
             for i, one in zip(finals, read or (), strict=False):
                 logprobs[i] = one
+        self.follower.prefilled(forward, self.tokens, features)
         return StepOutput(
             tokens=tokens,
             proposed=[0] * len(tokens),
@@ -222,20 +246,22 @@ class Worker:
         draft = DraftBatch(batch.rows, lengths, batch.max_nodes, self.tokens, sampling)
         tree = self._plan_tree(draft, batch.remaining)
         forward = tree_forward(tree, rows, committed, self.table.device)
-        logits = self._verify(forward)
+        logits, features = self._verify(forward)
         offsets = forward.q_starts[:-1]
         masks = token_masks(tree)
         accepted = self.rule(tree, logits, offsets, sampling, committed, masks=masks)
         self._count(rows, accepted)
         self._keep_path(rows, committed, tree.width, accepted)
-        self._round = (draft, tree, accepted)
+        self._round = _Round(draft, tree, accepted, offsets, features)
         logprobs = self.logprobs.of_emitted(batch.rows, accepted, logits, offsets)
         return self._output(draft, tree, accepted, logprobs)
 
     def _plan_tree(self, draft: DraftBatch, remaining: IntArray) -> TokenTree:
         if self.drafter is None or not (draft.max_nodes > 1).any():
             return self._constrain(root_only(torch.from_numpy(draft.roots())), draft.rows)
+        start = time.perf_counter()
         tree = self.drafter.propose(draft)
+        drafting_s = time.perf_counter() - start
         if self.topology is not None:
             require_sampled(tree, self.topology)
         if int(tree.num_nodes.max()) > 1:
@@ -244,10 +270,17 @@ class Worker:
             useful &= torch.arange(tree.width) < torch.from_numpy(draft.max_nodes)[:, None]
             tree = keep_nodes(tree, useful & tree.used())
         tree = self._constrain(tree, draft.rows)
-        if int(tree.num_nodes.max()) > 1:
-            if self.costs is not None:
-                tree = prune(tree, self.costs.table(tree.batch), MIN_GAIN)
+        if int(tree.num_nodes.max()) > 1 and self.costs is not None:
+            tree = prune(tree, self._price(self.costs, tree.batch, drafting_s), MIN_GAIN)
         return narrow(tree)
+
+    def _price(self, costs: CostMeter, batch: int, drafting_s: float) -> CostTable:
+        """What a round costs by the rows it verifies. Where drafts come from forwards of a model
+        these are part of every round, and the dearer they are the more rows pay."""
+        table = costs.table(batch)
+        if self.follower.drafter is None:
+            return table
+        return replace(table, fixed=table.fixed + drafting_s * 1e3)
 
     def _constrain(self, tree: TokenTree, rows: IntArray) -> TokenTree:
         """The trees with the masks of the requests that have a grammar, and without the drafts
@@ -257,13 +290,15 @@ class Worker:
         constraints = [self._constraints.get(row) for row in rows.tolist()]
         return mask_tree(tree, constraints, drop=not self.rule.samples)
 
-    def _verify(self, forward: ForwardBatch) -> Tensor:
-        """The target's logits of a tree batch, [T, V]; its time keeps the cost table true."""
+    def _verify(self, forward: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """The target's logits of a tree batch, [T, V], and the features that the drafter wants; the
+        time keeps the cost table true."""
         start = time.perf_counter()
-        logits = self.model.logits(self.model.forward(forward, self.kv))
+        hidden, features = self.follower.run(forward)
+        logits = self.model.logits(hidden)
         if self.costs is not None:
             self.costs.add(len(forward.rows), len(forward.tokens), time.perf_counter() - start)
-        return logits
+        return logits, features
 
     def _keep_path(
         self, rows: Tensor, committed: Tensor, width: int, accepted: AcceptResult

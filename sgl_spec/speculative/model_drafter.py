@@ -29,6 +29,7 @@ from sgl_spec.speculative.propose import SampledTrees
 from sgl_spec.speculative.topology import Topology
 from sgl_spec.speculative.tree import AcceptResult, DraftProbs, TokenTree, root_only
 
+ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")
 WAITING_ROWS = 64  # accepted tokens that a request may leave unwritten
 
 
@@ -283,6 +284,7 @@ def build(context: DrafterContext) -> Drafter:
         steps=int(str(options["num_steps"])),
         topk=int(str(options["eagle_topk"])),
         draft_tokens=context.draft_tokens,
+        shared_noise=options["draft_sampling"] == "shared-noise",
     )
     return ModelDrafter(
         context.draft_model, shape, context.req_to_token, context.num_slots, context.topology
@@ -290,8 +292,8 @@ def build(context: DrafterContext) -> Drafter:
 
 
 def register() -> None:
-    """Make `--speculative-algorithm` EAGLE, EAGLE3 and STANDALONE known."""
-    for name in ("EAGLE", "EAGLE3", "STANDALONE"):
+    """Make these names of `--speculative-algorithm` known."""
+    for name in ALGORITHMS:
         register_drafter(name, build)
 
 

@@ -1,0 +1,48 @@
+"""From a step's output to what a request reports: the records it keeps and the chunks it sends."""
+
+from __future__ import annotations
+
+from sgl_spec.engine.batch import StepOutput
+from sgl_spec.engine.req import Req
+from sgl_spec.messages import OutputChunk
+from sgl_spec.request import Logprobs
+
+
+def keep_logprobs(reqs: list[Req], output: StepOutput) -> None:
+    """Take what a step gave, cut where the tokens were."""
+    for req, prompt in zip(reqs, output.prompt_logprobs or (), strict=False):
+        if prompt is not None and req.logprobs is not None:
+            req.logprobs.prompt.extend(prompt)
+    for req, new in zip(reqs, output.logprobs or (), strict=False):
+        if new is not None and req.logprobs is not None:
+            kept = req.output_len - len(req.logprobs.output)
+            req.logprobs.output.extend(new.part(0, kept))
+
+
+def chunk_of(req: Req) -> OutputChunk:
+    """What a request has to tell since its last chunk."""
+    ids = req.ids[req.prompt_len + req.reported :]
+    logprobs, prompt_logprobs = _fresh_logprobs(req)
+    req.reported = req.output_len
+    return OutputChunk(
+        rid=req.rid,
+        ids=ids,
+        prompt_tokens=req.prompt_len,
+        completion_tokens=req.output_len,
+        cached_tokens=req.cached_tokens,
+        retractions=max(req.admissions - 1, 0) if req.finish else 0,
+        finish=req.finish,
+        spec=req.spec if req.finish is not None and req.spec.verify_ct else None,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _fresh_logprobs(req: Req) -> tuple[Logprobs | None, Logprobs | None]:
+    """Those of the output tokens that no chunk has reported, and the prompt's on the first."""
+    record = req.logprobs
+    if record is None:
+        return None, None
+    prompt = None if record.prompt_sent else record.prompt
+    record.prompt_sent = True
+    return record.output.part(req.reported), prompt
