@@ -1,37 +1,73 @@
-"""From `--model-path` to a directory in Hugging Face layout. Imports no torch."""
+"""From a path on the command line to files of a checkpoint. Imports no torch.
+
+A path is the name of something embedded, a directory, or a hub id, which is downloaded into the
+hub's own cache.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from sgl_spec.errors import ConfigError
 from sgl_spec.models.embedded import EMBEDDED_NAME, embedded_directory
+from sgl_spec.models.shipped import SHIPPED, shipped_directory
 
 logger = logging.getLogger(__name__)
 
 # "model*": some repositories carry the same weights a second time under another name.
 _HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer*", "*.txt"]
+_BIN_FILES = ["pytorch_model*.bin"]  # how many heads are published; asked for when all else lacks
+_DRAFT_FLAG = "--speculative-draft-model-path"
 
 
 def resolve_checkpoint(model_path: str, revision: str | None = None) -> Path:
     """The directory that holds the model's config, tokenizer and weights.
 
-    "smollm2" is the embedded model, converted on first use; a path to a directory is itself;
-    anything else is a hub id, downloaded into the hub's own cache. `revision` (hub ids only) is a
-    branch, tag or commit. Raises `ConfigError` naming the path.
+    "smollm2" is the embedded model, converted on first use. `revision` (hub ids only) is a branch,
+    tag or commit. Raises `ConfigError` naming the path.
     """
-    local = Path(model_path).expanduser()
-    if local.is_dir():
-        directory = local
-    elif model_path.lower() == EMBEDDED_NAME:
-        directory = embedded_directory()
-    elif local.exists():
-        raise ConfigError(f"--model-path {model_path} is a file; it must be a directory.")
-    else:
-        directory = _from_hub(model_path, revision)
+    named = {EMBEDDED_NAME: embedded_directory}
+    directory = _resolve("--model-path", model_path, revision, named)
     check_directory(directory)
     return directory
+
+
+def resolve_draft(draft_path: str, revision: str | None = None) -> Path:
+    """The directory that holds a draft's config and weights (`models.draft_loader` reads it).
+
+    The names of `models.shipped` are weights that the package brings; "smollm2" is the embedded
+    model itself. Raises `ConfigError` naming the path.
+    """
+    named: dict[str, Callable[[], Path]] = {EMBEDDED_NAME: embedded_directory}
+    named.update({name: partial(shipped_directory, name) for name in SHIPPED})
+    directory = _resolve(_DRAFT_FLAG, draft_path, revision, named)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"{_DRAFT_FLAG} {draft_path}: {directory} has no config.json.")
+    if not any(directory.glob("*.safetensors*")) and not any(directory.glob("*.bin*")):
+        _add_bin_files(draft_path, revision, directory)
+    return directory
+
+
+def resolve_token_map(path: str) -> Path:
+    """The file of hot token ids: a local one, or `owner/repository/file.pt` on the hub."""
+    local = Path(path).expanduser()
+    if local.is_file():
+        return local
+    parts = path.split("/")
+    if len(parts) != 3 or path.startswith((".", "/", "~")):
+        raise ConfigError(
+            f"--speculative-token-map {path}: no such file, and no owner/repository/file.pt."
+        )
+    from huggingface_hub import hf_hub_download
+
+    return _from_hub(
+        "--speculative-token-map",
+        path,
+        lambda: hf_hub_download("/".join(parts[:2]), parts[2]),
+    )
 
 
 def check_directory(directory: Path) -> None:
@@ -43,17 +79,45 @@ def check_directory(directory: Path) -> None:
             )
 
 
-def _from_hub(model_id: str, revision: str | None) -> Path:
-    import httpx
+def _resolve(
+    flag: str, path: str, revision: str | None, named: dict[str, Callable[[], Path]]
+) -> Path:
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local
+    if path.lower() in named:
+        return named[path.lower()]()
+    if local.exists():
+        raise ConfigError(f"{flag} {path} is a file; it must be a directory.")
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ConfigError(f"{flag} {path}: no such directory.")
+    logger.info("Downloading %s (revision %s) from the hub.", path, revision or "main")
+    return _snapshot(flag, path, revision, _HUB_FILES)
+
+
+def _add_bin_files(draft_path: str, revision: str | None, directory: Path) -> None:
+    """Heads that are published without safetensors, from the hub."""
+    if not Path(draft_path).expanduser().is_dir() and draft_path.lower() not in SHIPPED:
+        _snapshot(_DRAFT_FLAG, draft_path, revision, _BIN_FILES)
+
+
+def _snapshot(flag: str, hub_id: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    if model_id.startswith((".", "/", "~")) or model_id.count("/") > 1:
-        raise ConfigError(f"--model-path {model_id}: no such directory.")
-    logger.info("Downloading %s (revision %s) from the hub.", model_id, revision or "main")
+    return _from_hub(
+        flag,
+        hub_id,
+        lambda: snapshot_download(hub_id, revision=revision, allow_patterns=patterns),
+    )
+
+
+def _from_hub(flag: str, path: str, download: Callable[[], str]) -> Path:
+    import httpx
+
     try:
-        return Path(snapshot_download(model_id, revision=revision, allow_patterns=_HUB_FILES))
+        return Path(download())
     except (OSError, ValueError, httpx.HTTPError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ConfigError(
-            f"--model-path {model_id} is no directory here, and the hub did not give it: {reason}"
+            f"{flag} {path} is not here, and the hub did not give it: {reason}"
         ) from error
