@@ -296,6 +296,12 @@ class ServerArgs:
         group="speculation",
         choices=("shared-noise", "topk"),
     )
+    speculative_verify_whole_trees: bool = option(
+        False,
+        help="Verify every drafted node, also those that do not pay for their rows; to measure "
+        "acceptance.",
+        group="speculation",
+    )
     speculative_token_map: str | None = option(
         None,
         help="For EAGLE: a .pt file with the ids of the frequent tokens, the only ones drafted.",

@@ -108,7 +108,8 @@ class Engine:
 
     def _costs(self, kv: KVCache, rows: int) -> CostMeter | None:
         """What verifying costs, where a drafter's trees may be cut by it."""
-        if self.drafter is None or self.rule.samples:
+        whole = self.rule.samples or self.args.speculative_verify_whole_trees
+        if self.drafter is None or whole:
             return None
         most = rows * self.args.tree_nodes
         measured = measure_costs(self.model, kv, max_requests=rows, max_rows=most)
