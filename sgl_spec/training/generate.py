@@ -27,6 +27,11 @@ _STEPS = 16  # between two looks at what has finished
 _PREFILL_TOKENS = 1 << 15  # padded tokens of one prefill, for memory
 
 
+def kv_bytes(model: Decoder, tokens: int) -> int:
+    """KV memory of one row of a `Generator` for prompts and answers of `tokens` together."""
+    return capacity_for(tokens) * model.kv_bytes_per_token
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A prompt to continue. max_new: most new tokens; temperature: 0 for greedy."""
@@ -80,15 +85,23 @@ class Generator:
     def run(self, jobs: Iterable[Job]) -> Iterator[Continuation]:
         """Continuations in the order in which they finish.
 
-        `jobs` is read as rows get free. It runs best when neighbours are about equally long.
+        `jobs` is read as rows get free. It runs best when neighbours are about equally long. A run
+        may be left at any time; the next one starts afresh.
         """
         queue = iter(jobs)
+        self._clear()
         self._fill(queue)
         while any(job is not None for job in self._jobs):
             with torch.inference_mode():
                 self._decoder.advance(_STEPS, int(self._next.max()) + _STEPS)
             yield from self._harvest()
             self._fill(queue)
+
+    def _clear(self) -> None:
+        """Forget the jobs of a run that its caller left early."""
+        self._jobs = [None] * len(self._jobs)
+        self._next[:] = 0
+        self._rows.alive.zero_()
 
     def _check_lengths(self, model: Decoder, longest: int) -> None:
         if longest > model.config.context_length:

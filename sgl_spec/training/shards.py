@@ -156,7 +156,7 @@ class ShardWriter:
 class TokenShards:
     """All sequences of one or more data directories, in memory (2 or 4 bytes a token).
 
-    tokens: all ids in a row; offsets: [n + 1] int64; prompt_lens, kinds: [n] int64;
+    tokens: all ids in a row; offsets: [n + 1] int64; prompt_lens, kinds, jobs: [n] int64;
     temperatures: [n] float32; kind_names: what the numbers in `kinds` mean; target, vocab_size: of
     the model that answered. held_out: the share of prompts (by hash of their tokens, so that every
     answer to a prompt falls on one side) that training never sees.
@@ -262,6 +262,7 @@ class TokenShards:
         self.prompt_lens: IntArray = joined("prompt_lens").astype(np.int64)
         self.kinds: IntArray = joined("kinds").astype(np.int64)
         self.temperatures: npt.NDArray[np.float32] = joined("temperatures")
+        self.jobs: IntArray = joined("jobs")
         self._hashes: npt.NDArray[np.uint64] = joined("prompt_hashes")
 
 

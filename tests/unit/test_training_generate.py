@@ -62,6 +62,16 @@ def test_rows_hold_long_and_short_neighbours_apart(tiny_model_dir: Path) -> None
         assert item.tokens.tolist() == alone[item.job.index].tokens.tolist()
 
 
+def test_a_run_left_early_leaves_nothing_behind(tiny_model_dir: Path) -> None:
+    made = generator(tiny_model_dir)
+    next(iter(made.run(jobs(12))))
+    after = {item.job.index: item.tokens.tolist() for item in made.run(jobs(12)[:4])}
+    fresh = {
+        item.job.index: item.tokens.tolist() for item in generator(tiny_model_dir).run(jobs(12)[:4])
+    }
+    assert after == fresh
+
+
 def test_samples_repeat_by_seed_and_differ_between_seeds(tiny_model_dir: Path) -> None:
     def texts(seed: int) -> list[list[int]]:
         run = generator(tiny_model_dir, seed=seed).run(jobs(6, temperature=1.0))
