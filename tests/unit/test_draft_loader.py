@@ -1,0 +1,442 @@
+"""A draft that does not fit stops the start-up, with the file, key or tensor that is at fault."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from heads import (
+    eagle3_config,
+    eagle3_weights,
+    eagle_weights,
+    head_config,
+    make_eagle,
+    make_eagle3,
+    noise,
+    read_target,
+    write_head,
+)
+from model_runs import Piece, Run
+from safetensors.torch import load_file, save_file
+from tiny import make_tiny
+from torch import Tensor
+
+from sgl_spec.errors import ConfigError, SglSpecError
+from sgl_spec.models.checkpoint import resolve_draft, resolve_token_map
+from sgl_spec.models.decoder import Decoder
+from sgl_spec.models.draft import DraftModel
+from sgl_spec.models.draft_loader import load_draft
+from sgl_spec.models.loader import load_model
+
+DROP = object()
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("target"), layers=4, hidden=32)
+
+
+@pytest.fixture(scope="module")
+def target(target_dir: Path) -> Decoder:
+    return load_model(target_dir)
+
+
+@pytest.fixture
+def refuses(target: Decoder, target_dir: Path) -> Callable[..., None]:
+    def check(algorithm: str, directory: Path, *named: str, **options: Any) -> None:
+        with pytest.raises(SglSpecError) as refusal:
+            load_draft(algorithm, directory, target, tokenizer_dir=target_dir, **options)
+        for part in named:
+            assert part in refusal.value.message
+
+    return check
+
+
+def load(algorithm: str, directory: Path, target: Decoder, target_dir: Path) -> DraftModel:
+    return load_draft(algorithm, directory, target, tokenizer_dir=target_dir)
+
+
+def edit_config(directory: Path, **changes: Any) -> Path:
+    path = directory / "config.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not DROP}))
+    return directory
+
+
+def edit(directory: Path, **changes: object) -> Path:
+    """Replace or drop stored tensors; "__" stands for a dot."""
+    path = directory / "model.safetensors"
+    stored = load_file(path) | {name.replace("__", "."): value for name, value in changes.items()}
+    kept = {name: value for name, value in stored.items() if isinstance(value, Tensor)}
+    save_file(kept, path, metadata={"format": "pt"})
+    return directory
+
+
+# --- tensors ---
+
+
+def test_every_tensor_of_a_head_is_needed(
+    tmp_path: Path, target_dir: Path, refuses: Callable[..., None]
+) -> None:
+    """Lost one by one, under the names of the file."""
+    config = eagle3_config(read_target(target_dir)[0], attention_bias=True, bias=True)
+    config["eagle_config"] |= {"norm_before_fc": True, "fc_norm": True}
+    norms = {f"fc_norm.{index}.weight": torch.ones(32) for index in range(3)}
+    weights = eagle3_weights(config) | norms | {"input_norm.weight": torch.ones(96)}
+    for lost in weights.keys() - {"t2d"}:
+        rest = {name: weight for name, weight in weights.items() if name != lost}
+        refuses("EAGLE3", write_head(tmp_path, config, rest), "misses", lost)
+        if lost != "d2t":
+            renamed = rest | {f"{lost}_": weights[lost]}
+            refuses("EAGLE3", write_head(tmp_path, config, renamed), "misses", lost)
+    config = head_config(read_target(target_dir)[0], num_hidden_layers=2)
+    weights = eagle_weights(config)
+    for lost in weights:
+        rest = {name: weight for name, weight in weights.items() if name != lost}
+        refuses("EAGLE", write_head(tmp_path, config, rest), "misses weights", lost)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"lm_head__weight": torch.ones(100, 32)}, ("lm_head.weight has shape [100, 32]", "[128")),
+        ({"fc__weight": torch.ones(32, 64)}, ("fc.weight has shape [32, 64]", "[32, 96]")),
+        (
+            {"midlayer__self_attn__q_proj__weight": torch.ones(32, 32)},
+            ("midlayer.self_attn.q_proj.weight has shape [32, 32]", "[32, 64]"),
+        ),
+        ({"midlayer__mlp__extra__weight": torch.ones(3)}, ("unexpected", "midlayer.mlp.extra")),
+        ({"fc__bias": torch.ones(32)}, ("unexpected weights: fc.bias",)),
+        ({"norm__weight": torch.ones(32, dtype=torch.int8)}, ("norm.weight is stored as I8",)),
+        ({"d2t": DROP}, ("misses the tensor d2t", "draft_vocab_size is 128", "512")),
+        ({"d2t": torch.zeros(100, dtype=torch.int64)}, ("d2t is torch.int64 [100]", "int64 [128]")),
+        ({"d2t": torch.zeros(128)}, ("d2t is torch.float32 [128]",)),
+        ({"d2t": torch.full((128,), 385)}, ("d2t names the token 512; allowed: 0 to 511",)),
+        ({"d2t": torch.full((128,), -1)}, ("d2t names the token -1; allowed",)),
+        ({"d2t": -torch.arange(128)}, ("d2t names the token 0 more than once",)),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_tensors_of_an_eagle3_head(
+    changes: dict[str, object],
+    named: tuple[str, ...],
+    tmp_path: Path,
+    target_dir: Path,
+    refuses: Callable[..., None],
+) -> None:
+    refuses("EAGLE3", edit(make_eagle3(tmp_path, target_dir), **changes), *named)
+
+
+def test_tensors_of_an_eagle_head(
+    tmp_path: Path, target_dir: Path, refuses: Callable[..., None]
+) -> None:
+    norm = {"layers__0__input_layernorm__weight": torch.ones(32)}
+    refuses("EAGLE", edit(make_eagle(tmp_path, target_dir), **norm), "unexpected", "layers.0.input")
+    wide = {"fc__weight": torch.ones(32, 96)}
+    refuses("EAGLE", edit(make_eagle(tmp_path, target_dir), **wide), "fc.weight has shape [32, 96]")
+
+
+def test_a_null_draft_vocabulary_uses_the_targets_head(
+    tmp_path: Path, target: Decoder, target_dir: Path
+) -> None:
+    head = make_eagle3(tmp_path, target_dir, draft_vocab_size=None)
+    edit(head, lm_head__weight=torch.zeros(512, 32))  # published beside null: nobody reads it
+    rows = noise(torch.Generator().manual_seed(1), 2, 32)
+    assert load("EAGLE3", head, target, target_dir).logits(rows).std() > 0.01
+
+
+# --- configs ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"draft_vocab_size": DROP}, ("draft_vocab_size = 'absent'", "null for the target's head")),
+        ({"draft_vocab_size": 513}, ("draft_vocab_size = 513", "1 to 512")),
+        ({"draft_vocab_size": "32000"}, ("draft_vocab_size = '32000'",)),
+        ({"hidden_size": DROP}, ("hidden_size = None",)),
+        ({"hidden_size": 64}, ("hidden_size = 64", "32, the target's hidden_size")),
+        ({"target_hidden_size": 64}, ("target_hidden_size = 64", "32, the target's")),
+        (
+            {"hidden_size": 64, "target_hidden_size": 32, "draft_vocab_size": None},
+            ("hidden_size = 64", "32, to go with the target's output layer"),
+        ),
+        ({"vocab_size": 500}, ("vocab_size = 500", "512, the target's vocab_size")),
+        ({"num_key_value_heads": 3}, ("num_key_value_heads = 3",)),
+        ({"architectures": ["GemmaForCausalLMEagle3"]}, ("GemmaForCausalLMEagle3", "allowed: Lla")),
+        ({"num_aux_hidden_states": 4}, ("num_aux_hidden_states = 4", "3, as many")),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, ("use_aux_hidden_state = False",)),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}},
+            ("eagle_aux_hidden_state_layer_ids = (1, 2, 4)", "layers 0 to 3 of the target"),
+        ),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+            ("eagle_aux_hidden_state_layer_ids = (0, 1, 2)", "one more than eagle_config's"),
+        ),
+        ({"eagle_config": [1]}, ("eagle_config = [1]",)),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, ("rope_type = 'dynamic'",)),
+        ({"hidden_act": "gelu"}, ("hidden_act = 'gelu'",)),
+        ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config = 'fp8'",)),
+        ({"speculators_model_type": "mlp"}, ("speculators_model_type = 'mlp'", "eagle3")),
+    ],
+    ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
+)
+def test_configs_of_an_eagle3_head(
+    changes: dict[str, Any],
+    named: tuple[str, ...],
+    tmp_path: Path,
+    target_dir: Path,
+    refuses: Callable[..., None],
+) -> None:
+    refuses("EAGLE3", edit_config(make_eagle3(tmp_path, target_dir), **changes), *named)
+
+
+def test_configs_of_an_eagle_head(
+    tmp_path: Path, target_dir: Path, refuses: Callable[..., None]
+) -> None:
+    head = make_eagle(tmp_path, target_dir)
+    refuses("EAGLE", edit_config(head, hidden_size=48), "hidden_size = 48", "32, the target's")
+    refuses("EAGLE", edit_config(head, hidden_size=32, vocab_size=99), "vocab_size = 99")
+    refuses("EAGLE", edit_config(head, architectures=["XEagle"]), "['XEagle']", "Qwen2ForCausalLM")
+    (head / "config.json").write_text("[")
+    refuses("EAGLE", head, "not valid JSON")
+
+
+def test_guessed_layers_are_logged_loudly(
+    tmp_path: Path,
+    target: Decoder,
+    target_dir: Path,
+    caplog: pytest.LogCaptureFixture,
+    refuses: Callable[..., None],
+) -> None:
+    head = make_eagle3(tmp_path / "head", target_dir)
+    assert load("EAGLE3", head, target, target_dir).capture == (1, 2, 3)
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+    edit_config(head, eagle_config=DROP)
+    assert load("EAGLE3", head, target, target_dir).capture == (2, 2, 1)
+    (warning,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "GUESSING the inputs of layers 2, 2, 1" in warning.getMessage()
+    edit_config(head, eagle_aux_hidden_state_layer_ids=[3, 0, 1])  # beside eagle_config: inputs
+    assert load("EAGLE3", head, target, target_dir).capture == (3, 0, 1)
+    small_dir = make_tiny(tmp_path / "small", hidden=32)
+    edit_config(head, eagle_aux_hidden_state_layer_ids=DROP)
+    with pytest.raises(ConfigError, match=r"layer_ids = 'absent'.*layers 0 to 1 of the target"):
+        load("EAGLE3", head, load_model(small_dir), small_dir)
+
+
+# --- kinds ---
+
+
+def test_each_kind_under_another_algorithm(
+    tmp_path: Path, target_dir: Path, refuses: Callable[..., None]
+) -> None:
+    made = {
+        "EAGLE": (make_eagle(tmp_path / "eagle", target_dir), "a head in EAGLE's layout"),
+        "EAGLE3": (make_eagle3(tmp_path / "eagle3", target_dir), "a head in EAGLE3's layout"),
+        "STANDALONE": (target_dir, "a whole model"),
+    }
+    for algorithm, (_, needed) in made.items():
+        for kind, (directory, found) in made.items():
+            if kind != algorithm:
+                needs = f"{algorithm} needs {needed}, but {directory} holds {found}"
+                refuses(algorithm, directory, needs, f"(for --speculative-algorithm {kind})")
+
+
+def test_a_torch_file_may_hold_tensors_only(
+    tmp_path: Path, target_dir: Path, refuses: Callable[..., None]
+) -> None:
+    head = make_eagle(tmp_path, target_dir)
+    (head / "model.safetensors").unlink()
+    refuses("EAGLE", head, "has neither model.safetensors nor pytorch_model.bin")
+    torch.save({"fc.weight": torch.zeros(1), "run": print}, head / "pytorch_model.bin")
+    refuses("EAGLE", head, "Cannot read", "pytorch_model.bin")
+    torch.save([1, 2], head / "pytorch_model.bin")
+    refuses("EAGLE", head, "pytorch_model.bin must hold a dictionary of tensors")
+    (head / "pytorch_model.bin").write_bytes(b"PK\x03\x04 no archive")
+    refuses("EAGLE", head, "Cannot read", "pytorch_model.bin")
+
+
+# --- token maps ---
+
+
+def test_token_maps(tmp_path: Path, target_dir: Path, refuses: Callable[..., None]) -> None:
+    head, path = make_eagle(tmp_path / "head", target_dir), tmp_path / "hot.pt"
+    for content, named in (
+        ([3, 512], "names the token 512; allowed: 0 to 511"),
+        ([-1], "names the token -1"),
+        ([5, 9, 5], "names the token 5 more than once"),
+        ([], "must hold a list or a tensor of token ids"),
+        (torch.tensor([], dtype=torch.int64), "holds no token id"),
+        ([1.5], "must hold a list or a tensor of token ids"),
+        (torch.ones(2, 2, dtype=torch.int64), "must hold a list or a tensor of token ids"),
+        ({"ids": [1]}, "must hold a list or a tensor of token ids"),
+    ):
+        torch.save(content, path)
+        refuses("EAGLE", head, f"--speculative-token-map {path}", named, token_map=path)
+    torch.save([1, 2], path)
+    eagle3 = make_eagle3(tmp_path / "eagle3", target_dir)
+    refuses("EAGLE3", eagle3, "--speculative-token-map works with EAGLE, not", token_map=path)
+    refuses("EAGLE", head, "must be auto, safetensors, dummy, got gguf", load_format="gguf")
+    assert resolve_token_map(str(path)) == path
+    with pytest.raises(ConfigError, match=r"no such file, and no owner/repository/file\.pt"):
+        resolve_token_map(str(tmp_path / "absent.pt"))
+
+
+# --- whole models ---
+
+
+def draft_of(target_dir: Path, directory: Path, **changes: Any) -> Path:
+    """A smaller model with the target's tokenizer."""
+    return make_tiny(directory, hidden=48, heads=3, kv_heads=3, seed=5, **changes)
+
+
+def test_a_whole_model_drafts(tmp_path: Path, target: Decoder, target_dir: Path) -> None:
+    directory = draft_of(target_dir, tmp_path)
+    model, alone = load("STANDALONE", directory, target, target_dir), load_model(directory)
+    assert (model.capture, model.token_ids, model.width, model.logit_width) == ((), None, 48, 512)
+    ids = list(range(7, 60))
+    run = Run(alone, 1, 60)
+    batch = run._batch([Piece(0, 0, ids)])
+    with torch.inference_mode():
+        expected = alone.logits(alone.forward(batch, run.kv))
+        found = model.logits(model.forward(batch, None, model.new_kv_cache(67)))
+    assert torch.equal(found, expected)
+    assert model.weight_bytes == alone.weight_bytes
+    assert model.kv_bytes_per_token == alone.kv_bytes_per_token
+    (directory / "model.safetensors").unlink()
+    dummy = load_draft(
+        "STANDALONE", directory, target, tokenizer_dir=target_dir, load_format="dummy"
+    )
+    assert dummy.logit_width == 512
+
+
+@pytest.mark.parametrize("rows", [520, 640])
+def test_vocabularies_may_differ_by_padding(rows: int, tmp_path: Path) -> None:
+    """512 tokens; the target has 576 rows, the draft fewer or more."""
+    target_dir = padded(make_tiny(tmp_path / "target", hidden=32), 576)
+    target = load_model(target_dir)
+    directory = padded(make_tiny(tmp_path / "draft", hidden=48, heads=3, kv_heads=3), rows)
+    model = load("STANDALONE", directory, target, target_dir)
+    assert model.logit_width == 512
+    run = Run(load_model(directory), 1, 8)
+    batch = run._batch([Piece(0, 0, [5, 575, 511])])  # 575: padding that a client may send
+    with torch.inference_mode():
+        logits = model.logits(model.forward(batch, None, run.kv))
+    assert logits.shape == (3, 512)
+    assert logits.isfinite().all()
+
+
+def padded(directory: Path, rows: int) -> Path:
+    """Give the checkpoint's vocabulary that many rows, the added ones with huge logits."""
+    extra = torch.full((rows - 512, 1), 50.0)
+    stored = load_file(directory / "model.safetensors")
+    grown = {
+        name: torch.cat((weight, extra.expand(-1, weight.shape[1])))
+        for name, weight in stored.items()
+        if name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
+    save_file(stored | grown, directory / "model.safetensors", metadata={"format": "pt"})
+    return edit_config(directory, vocab_size=rows)
+
+
+def edit_tokenizer(directory: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    return directory
+
+
+def swap(content: dict[str, Any]) -> None:
+    """Two tokens trade ids: same size, another vocabulary."""
+    vocab = content["model"]["vocab"]
+    first, second = (token for token, id_ in vocab.items() if id_ in (300, 301))
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+
+
+def unmark(content: dict[str, Any]) -> None:
+    content["added_tokens"][2]["special"] = False
+
+
+def test_another_vocabulary_is_refused_by_name(
+    tmp_path: Path, target_dir: Path, refuses: Callable[..., None]
+) -> None:
+    smaller = make_tiny(tmp_path / "smaller", vocab=400, hidden=32)
+    refuses("STANDALONE", smaller, "vocabulary of", "another than the target's", "token 400 is no")
+    larger = make_tiny(tmp_path / "larger", vocab=520, hidden=32)
+    refuses("STANDALONE", larger, "vocabulary of", "and no token in", "8 tokens differ")
+    swapped = edit_tokenizer(make_tiny(tmp_path / "swapped", hidden=32), swap)
+    refuses("STANDALONE", swapped, "vocabulary of", "token 300 is", "2 tokens differ")
+    unmarked = edit_tokenizer(make_tiny(tmp_path / "unmarked", hidden=32), unmark)
+    refuses("STANDALONE", unmarked, "token 2 is '<|im_end|>' there and '<|im_end|>' (special)")
+    short = make_tiny(tmp_path / "short", vocab=512, hidden=32)
+    stored = load_file(short / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        stored[name] = stored[name][:500].clone()
+    save_file(stored, short / "model.safetensors", metadata={"format": "pt"})
+    edit_config(short, vocab_size=500)
+    refuses("STANDALONE", short, "the draft has vocab_size 500, its tokenizer 512 tokens")
+    (short / "tokenizer.json").write_text("{")
+    refuses("STANDALONE", short, "Cannot read", "tokenizer.json")
+    (short / "tokenizer.json").unlink()
+    refuses("STANDALONE", short, "tokenizer.json is needed to compare the vocabularies")
+
+
+def test_whole_models_that_cannot_be_served(
+    tmp_path: Path, target_dir: Path, refuses: Callable[..., None]
+) -> None:
+    other = edit_config(draft_of(target_dir, tmp_path / "a"), architectures=["GemmaForCausalLM"])
+    refuses("STANDALONE", other, "architectures = ['GemmaForCausalLM']")
+    lost = edit(draft_of(target_dir, tmp_path / "b"), model__norm__weight=DROP)
+    refuses("STANDALONE", lost, "misses weights: model.norm.weight")
+    pickled = draft_of(target_dir, tmp_path / "c")
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    refuses("STANDALONE", pickled, "only safetensors weights are read")
+
+
+# --- paths ---
+
+
+def test_paths_of_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: object, named: str) -> None:
+        with pytest.raises(ConfigError) as refusal:
+            resolve_draft(str(path))
+        assert named in refusal.value.message
+        assert f"--speculative-draft-model-path {path}" in refusal.value.message
+
+    refused(tmp_path, "has no config.json")
+    (tmp_path / "config.json").write_text("{}")
+    refused(tmp_path / "config.json", "is a file; it must be a directory")
+    refused("./absent", "no such directory")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused("nobody/absent-head", "the hub did not give it")
+    assert resolve_draft(str(tmp_path)) == tmp_path
+
+
+def test_heads_on_the_hub_may_be_torch_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are asked for in that form only when the other is not there."""
+    asked: list[list[str]] = []
+
+    def download(repo: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        assert (repo, revision) == ("someone/head", "v2")
+        asked.append(allow_patterns)
+        (tmp_path / "config.json").write_text("{}")
+        if "pytorch_model*.bin" in allow_patterns:
+            (tmp_path / "pytorch_model.bin").touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_draft("someone/head", "v2") == tmp_path
+    assert len(asked) == 2
+    assert (tmp_path / "pytorch_model.bin").exists()
+    resolve_draft("someone/head", "v2")
+    assert len(asked) == 3
