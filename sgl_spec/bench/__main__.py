@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from sgl_spec.errors import SglSpecError
 
 COMMANDS = {
+    "accept": "accept length of a drafter on Spec-Bench, by group and tree shape",
     "grammar": "time of compiling grammars and of the masks of a round's trees",
     "ngram": "time and memory of the n-gram drafter, per round",
     "sampling": "time of a round outside the forward, with every sampling setting",

@@ -220,19 +220,20 @@ class _Transformers:
 
 def free_prompts(count: int) -> list[str]:
     """Chat prompts that ask for free writing, from the bundled benchmark file."""
-    lines = _data("bench96.jsonl")
+    lines = bundled("bench96.jsonl")
     chosen = [line["prompt"] for line in lines if line["cat"] == "mt_bench"]
     return chosen[:count]
 
 
 def copy_prompts(count: int) -> list[str]:
     """Prompts whose continuation repeats a passage they hold: the passage, then its first words."""
-    passages = [line["turns"][0] for line in _data("spec_bench_dev.jsonl")]
+    passages = [line["turns"][0] for line in bundled("spec_bench_dev.jsonl")]
     long = [p for p in passages if 800 <= len(p) <= 2400]
     return [f"{p}\n\n{p}\n\n{' '.join(p.split(' ')[:COPY_WORDS])}" for p in long[:count]]
 
 
-def _data(name: str) -> list[dict[str, Any]]:
+def bundled(name: str) -> list[dict[str, Any]]:
+    """The lines of a file of prompts in `sgl_spec/bench/data`."""
     text = files("sgl_spec.bench").joinpath("data", name).read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 

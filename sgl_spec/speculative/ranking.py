@@ -25,7 +25,7 @@ from sgl_spec.speculative.noise import exponential, noise_bits, row_keys
 from sgl_spec.speculative.sampling import SamplingRows, one_thread
 
 DRAFT_ERROR = 0.7
-"""e where nothing better is known. Where the target's logits are a draft's plus independent Gaussian
+"""e where nothing better is known. Where the target's logits are a draft's plus independent normal
 noise, accepted length is flat around, and scores are calibrated at, 0.7 of its standard deviation:
 for a deviation of 1, temperature 1 and 24 texts of SmolLM2's own, (5, 4, 8) trees accept 3.2, 3.3,
 3.3, 3.1 tokens a round at e = 0.4, 0.7, 1.0, 1.3 and (7, 8, 32) trees 4.2, 4.6, 4.5, 4.1."""
