@@ -267,6 +267,13 @@ class ServerArgs:
         check=NOT_EMPTY,
         unset="main",
     )
+    speculative_draft_load_format: str | None = option(
+        None,
+        help="As --load-format, for the draft model.",
+        group="speculation",
+        choices=("auto", "safetensors", "dummy"),
+        unset="that of --load-format",
+    )
     speculative_num_steps: int | None = option(
         None,
         help="Steps of a draft model, the depth of its trees.",
@@ -464,12 +471,17 @@ def _decide(args: ServerArgs) -> dict[str, Any]:
         "chunked_prefill_size": CHUNK_TOKENS_CUDA if args.device == "cuda" else CHUNK_TOKENS,
         "random_seed": secrets.randbits(31),
         "speculative_draft_model_path": _draft_model(args),
+        "speculative_draft_load_format": _draft_load_format(args),
     }
 
 
 def _draft_model(args: ServerArgs) -> str | None:
     embedded = args.model_path == EMBEDDED_MODEL
     return EMBEDDED_DRAFTS.get(args.speculative_algorithm or "") if embedded else None
+
+
+def _draft_load_format(args: ServerArgs) -> str | None:
+    return args.load_format if args.speculative_algorithm in MODEL_DRAFTERS else None
 
 
 def _shape(args: ServerArgs) -> dict[str, int]:

@@ -15,9 +15,9 @@ from sgl_spec.draft_shape import (
     is_open,
     round_slots,
     sampled_shape,
+    sampling_flag,
     tree_nodes,
 )
-from sgl_spec.draft_shape import sampling_flag as sampling_flag
 from sgl_spec.options import flag_of, near
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ ABSENT_DRAFTERS = ("NEXTN", "FROZEN_KV_MTP", "DFLASH", "DSPARK", "UNO")
 MODEL_DRAFTER_OPTIONS = (
     "speculative_draft_model_path",
     "speculative_draft_model_revision",
+    "speculative_draft_load_format",
     "speculative_num_steps",
     "speculative_eagle_topk",
     "speculative_draft_sampling",

@@ -109,9 +109,6 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--disaggregation-mode": ForeignFlag("prefill and decode share one engine", ("null",)),
     "--enable-hierarchical-cache": ForeignFlag("the prefix cache is on the device", switch=True),
     "--enable-return-hidden-states": ForeignFlag("hidden states are not returned", switch=True),
-    "--speculative-draft-load-format": ForeignFlag(
-        "draft weights are read from safetensors", ("auto", "safetensors")
-    ),
     "--speculative-draft-attention-backend": ForeignFlag(_ONE_ATTENTION),
     "--speculative-draft-kv-cache-dtype": ForeignFlag(
         "the draft's KV cache has the model's dtype; use auto", ("auto",)

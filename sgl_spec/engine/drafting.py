@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 
 from sgl_spec.args import ResolvedArgs
-from sgl_spec.contradictions import sampling_flag
+from sgl_spec.draft_shape import sampling_flag
 from sgl_spec.engine.slots import SlotManager
 from sgl_spec.errors import ConfigError
 from sgl_spec.models.checkpoint import resolve_draft, resolve_token_map
@@ -58,7 +58,7 @@ def load_draft_model(args: ResolvedArgs, target: Decoder, tokenizer_dir: Path) -
         target,
         tokenizer_dir=tokenizer_dir,
         token_map=None if token_map is None else resolve_token_map(token_map),
-        load_format=args.load_format,
+        load_format=args.speculative_draft_load_format or args.load_format,
     )
 
 

@@ -14,6 +14,7 @@ from sgl_spec.args import ResolvedArgs, ServerArgs, flags_page
 from sgl_spec.contradictions import ABSENT_DRAFTERS
 from sgl_spec.draft_shape import EMBEDDED_DRAFTS
 from sgl_spec.errors import ConfigError
+from sgl_spec.models.shipped import SHIPPED
 from sgl_spec.options import build_parser, declared
 from sgl_spec.sglang_flags import FOREIGN_ALIASES, FOREIGN_FLAGS
 
@@ -125,6 +126,7 @@ def test_resolve_fills_what_was_left_open_in_a_new_object() -> None:
         "speculative_num_draft_tokens",
         "speculative_draft_model_path",
         "speculative_draft_model_revision",
+        "speculative_draft_load_format",
         "speculative_num_steps",
         "speculative_eagle_topk",
         "speculative_token_map",
@@ -289,6 +291,15 @@ def test_the_embedded_model_brings_its_draft_models() -> None:
         given = parse("--speculative-algorithm", algorithm, "--speculative-draft-model", "mine")
         assert given.speculative_draft_model_path == "mine"
     assert parse(*NGRAM).speculative_draft_model_path is None
+    assert {name: algorithm for algorithm, name in EMBEDDED_DRAFTS.items()} == SHIPPED
+
+
+def test_draft_weights_are_read_as_the_target_s_are() -> None:
+    assert parse(*EAGLE3).speculative_draft_load_format == "auto"
+    assert parse(*EAGLE3, "--load-format", "dummy").speculative_draft_load_format == "dummy"
+    mixed = parse(*EAGLE3, "--load-format", "dummy", "--speculative-draft-load-format", "auto")
+    assert (mixed.load_format, mixed.speculative_draft_load_format) == ("dummy", "auto")
+    assert parse(*NGRAM).speculative_draft_load_format is None
 
 
 def test_without_sampled_drafts_the_drafter_chooses_its_shape() -> None:
