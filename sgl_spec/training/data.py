@@ -25,6 +25,8 @@ def main(argv: Sequence[str]) -> None:
     options = parse(argv)
     directory = resolve_checkpoint(options.model_path)
     dtype = "float32" if torch.device(options.device).type == "cpu" else "bfloat16"
+    if torch.device(options.device).index is not None:
+        torch.cuda.set_device(options.device)  # CUDA graphs are captured on the current device
     model = load_model(directory, device=options.device, dtype=dtype)
     writer = Maker(options, model, ChatText(directory)).run()
     logger.info(
@@ -53,7 +55,10 @@ def parse(argv: Sequence[str]) -> Options:
     for flag, (value, fine, allowed) in checks.items():
         if not fine:
             raise ConfigError(f"{flag} {value} is out of range; allowed: {allowed}.")
-    batch_size = args.batch_size or (8 if torch.device(args.device).type == "cpu" else 1536)
+    on_cpu = torch.device(args.device).type == "cpu"
+    if args.attention == "triton" and on_cpu:
+        raise ConfigError("--attention triton needs a GPU; allowed on a CPU: torch.")
+    batch_size = args.batch_size or (8 if on_cpu else 1536)
     if batch_size < 1:
         raise ConfigError(f"--batch-size {batch_size} is out of range; allowed: at least 1.")
     return Options(
@@ -72,6 +77,7 @@ def parse(argv: Sequence[str]) -> Options:
         part=part,
         parts=parts,
         deadline=time.monotonic() + args.time_limit,
+        attention=args.attention or ("torch" if on_cpu else "triton"),
         graphs=args.graphs,
     )
 
@@ -110,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-prompt-tokens", type=int, default=1536, help="longer prompts are dropped")
     add("--part", default="0/1", metavar="I/N", help="this process writes part I of N (from 0)")
     add("--time-limit", type=float, default=float("inf"), help="seconds, loading included")
+    add("--attention", choices=("triton", "torch"), help="default: triton on a GPU")
     add("--no-graphs", dest="graphs", action="store_false", help="no CUDA graphs")
     return parser
 

@@ -56,7 +56,8 @@ class Generator:
 
     max_prompt, max_new: the longest job, in tokens; KV memory is `batch_size` rows of their sum.
     stop_ids: None for the model's own. Sampling draws from torch's generator of the device, seeded
-    here. On a GPU the decode step is replayed as a CUDA graph unless `graphs` is False.
+    here. attention: "torch" or "triton" (a GPU only). On a GPU the decode step is replayed as a
+    CUDA graph unless `graphs` is False.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Generator:
         max_new: int,
         seed: int,
         stop_ids: tuple[int, ...] | None = None,
+        attention: str = "torch",
         graphs: bool = True,
     ) -> None:
         self.max_prompt, self.max_new = max_prompt, max_new
@@ -76,7 +78,9 @@ class Generator:
         self._rows = Rows.empty(batch_size, max_new, model.device)
         stops = model.config.eos_token_ids if stop_ids is None else stop_ids
         capacity = capacity_for(max_prompt + max_new)
-        self._decoder = StaticDecoder(model, self._rows, capacity, stops, graphs=graphs)
+        self._decoder = StaticDecoder(
+            model, self._rows, capacity, stops, attention=attention, graphs=graphs
+        )
         self._stops = set(stops)
         self._jobs: list[Job | None] = [None] * batch_size
         self._next = np.zeros(batch_size, dtype=np.int64)  # position fed next, as the host knows it

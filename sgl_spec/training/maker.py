@@ -52,6 +52,7 @@ class Options:
     part: int
     parts: int
     deadline: float
+    attention: str
     graphs: bool
 
 
@@ -125,7 +126,9 @@ class Maker:
         generator = self._generator(options.max_prompt, options.max_new)
         jobs = self._jobs(number, prompts)
         initial = writer.num_tokens
-        with tqdm(total=options.tokens, initial=initial, unit="tok", desc="Answering") as bar:
+        with tqdm(
+            total=options.tokens, initial=initial, unit="tok", desc="Answering", mininterval=1
+        ) as bar:
             for found in generator.run(jobs):
                 kind = prompts[found.job.index % _ROUND].kind
                 sequence = _sequence(found, kind, found.job.index)
@@ -178,6 +181,7 @@ class Maker:
             max_prompt=min(max_prompt, model.config.context_length - max_new),
             max_new=max_new,
             seed=options.seed * 100 + options.part,
+            attention=options.attention,
             graphs=options.graphs,
         )
 
@@ -224,7 +228,7 @@ def _run(generator: Generator, tasks: Iterable[Task], label: str, deadline: floa
         for index, task in enumerate(listed)
         if len(task.prompt) <= generator.max_prompt
     ]
-    with tqdm(total=len(jobs), unit="text", desc=label) as bar:
+    with tqdm(total=len(jobs), unit="text", desc=label, mininterval=1) as bar:
         for found in generator.run(jobs):
             listed[found.job.index].take(found)
             bar.update()

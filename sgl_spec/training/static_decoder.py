@@ -1,14 +1,14 @@
 """A decoder's forward over KV regions of fixed length, in plain torch, fit for CUDA graphs.
 
 The weights and the formulas are those of serving's `Decoder`. What differs is memory: row b owns
-positions 0 .. capacity-1 of one region, so a decode step has the same shapes whatever the rows do,
-and attention is two batched products over the first `width` positions.
+positions 0 .. capacity-1 of one region, so a decode step has the same shapes whatever the rows do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,17 @@ _WIDTH = 64  # attention covers a multiple of it; one graph per multiple
 def capacity_for(tokens: int) -> int:
     """Positions of a region that holds `tokens` and whatever a width is rounded up to."""
     return -(-tokens // _WIDTH) * _WIDTH
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+
+
+def attention_by_name(name: str) -> Attend:
+    """`region_attention` as a Triton kernel ("triton") or in plain torch ("torch")."""
+    assert name in ("torch", "triton"), name
+    module = "region_attn" if name == "triton" else "region_attn_ref"
+    attend: Attend = import_module(f"sgl_spec_kernels.{module}").region_attention
+    return attend
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +92,7 @@ class Rows:
     def take(self, drawn: Tensor, stops: Tensor) -> None:
         """Append one token to every row that is alive. drawn: [B]."""
         spare = self.new.shape[1] - 1
-        at = torch.where(self.alive, self.counts, spare)
+        at = self.counts.masked_fill(~self.alive, spare)
         self.new.scatter_(1, at[:, None], drawn[:, None].int())
         self.counts.add_(self.alive)
         ended = (drawn[:, None] == stops).any(1) | (self.counts >= self.limits)
@@ -94,7 +105,14 @@ class StaticDecoder:
     """`model` over the KV of `rows`, each `capacity` positions long."""
 
     def __init__(
-        self, model: Decoder, rows: Rows, capacity: int, stops: tuple[int, ...], *, graphs: bool
+        self,
+        model: Decoder,
+        rows: Rows,
+        capacity: int,
+        stops: tuple[int, ...],
+        *,
+        attention: str,
+        graphs: bool,
     ) -> None:
         self.model, self.rows, self.capacity = model, rows, capacity
         config, device = model.config, model.device
@@ -114,6 +132,9 @@ class StaticDecoder:
         self._columns = torch.arange(capacity, device=device)
         self._batch = torch.arange(batch, device=device)[:, None]
         self._heads = torch.arange(config.num_kv_heads, device=device)
+        self._attend = attention_by_name(attention)
+        # The kernel stops at each row's length by itself, so one width does for all.
+        self._width_step = capacity if attention == "triton" else _WIDTH
         self._graphs: _Graphs | None = None
         if graphs and device.type == "cuda":
             self._graphs = _Graphs(self._step)
@@ -121,7 +142,7 @@ class StaticDecoder:
     def advance(self, steps: int, reach: int) -> None:
         """Decode `steps` tokens in every row that is alive. reach: beyond every row's positions in
         these steps."""
-        width = min(capacity_for(reach), self.capacity)
+        width = min(-(-reach // self._width_step) * self._width_step, self.capacity)
         step = self._step if self._graphs is None else self._graphs.replay
         for _ in range(steps):
             step(width)
@@ -150,16 +171,14 @@ class StaticDecoder:
         """Feed every row's token, draw the next one. width: attention reads positions below it."""
         rows, config = self.rows, self.model.config
         rotary = self._rotary(rows.positions)
-        hidden_part = self._columns[:width] > rows.positions[:, None]  # [B, width]
-        bias = torch.zeros(hidden_part.shape, dtype=self.model.dtype, device=hidden_part.device)
-        bias.masked_fill_(hidden_part, float("-inf"))
+        lens = rows.positions + 1
         hidden = self.model.embedding.index_select(0, rows.tokens)
         at = (self._batch, self._heads, rows.positions[:, None])
         for layer, kv in zip(self.model.stack.layers, self._kv, strict=True):
             q, k, v = self._project(layer, hidden, rotary)
             kv[0].index_put_(at, k)
             kv[1].index_put_(at, v)
-            mixed = attend(q, kv[0, :, :, :width], kv[1, :, :, :width], bias)
+            mixed = self._attend(q, kv[0], kv[1], lens, width)
             hidden = _finish(layer, hidden, mixed)
         hidden = rms_norm(hidden, self.model.norm, config.rms_norm_eps)
         rows.take(draw(self.model.lm_head(hidden), rows.temperatures), self._stops)
@@ -181,26 +200,11 @@ class StaticDecoder:
         return rotate(q, rotary), rotate(k, rotary), qkv[:, -layer.num_kv_heads :]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Attention of one new row per sequence, the queries of a KV head as one small matrix.
-
-    q: [B, heads, d]; k, v: [B, kv_heads, width, d], regions that need not be contiguous; bias:
-    [B, width], 0 or -inf. Returns [B, heads * d].
-    """
-    batch, kv_heads, width, dim = k.shape
-    keys, values = (part.reshape(batch * kv_heads, width, dim) for part in (k, v))  # views
-    queries = q.reshape(batch * kv_heads, -1, dim)
-    shown = bias[:, None, None].expand(-1, kv_heads, queries.shape[1], -1)
-    shown = shown.reshape(batch * kv_heads, -1, width)
-    scores = torch.baddbmm(shown, queries, keys.transpose(1, 2), alpha=dim**-0.5)
-    return torch.bmm(scores.softmax(-1), values).view(batch, -1)
-
-
 def draw(logits: Tensor, temperatures: Tensor) -> Tensor:
     """[B] ids: the best where the temperature is 0, else a sample (Gumbel-max). logits: [B, V]."""
     noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_()
     greedy = (temperatures == 0)[:, None]
-    scores = logits / torch.where(greedy, 1.0, temperatures[:, None])
+    scores = logits / temperatures.masked_fill(temperatures == 0, 1.0)[:, None]
     return torch.where(greedy, scores, scores - noise.log_()).argmax(-1)
 
 

@@ -214,6 +214,7 @@ def test_time_ends_a_run_with_what_is_there(tmp_path: Path, tiny_model_dir: Path
         (["--temperature", "0.9", "0.3"], "--temperature"),
         (["--part", "2/2"], "--part"),
         (["--batch-size", "-1"], "--batch-size"),
+        (["--attention", "triton", "--device", "cpu"], "--attention"),
     ],
 )
 def test_values_out_of_range_are_refused(flags: list[str], named: str, tmp_path: Path) -> None:
