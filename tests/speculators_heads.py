@@ -8,12 +8,15 @@ Run as a script, it records them for machines that do not have the package:
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from heads import eagle3_config, eagle3_weights, write_head
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig, Qwen3Config
 
 VOCAB, DRAFT_VOCAB, HIDDEN, ROWS = 272, 64, 16, 40
 CAPTURE = [1, 3, 2]
@@ -23,6 +26,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-normed": ("llama", {"norm_before_residual": True, "norm_before_fc": True}),
 }
 """Model type of the layer and options, by name."""
+EAGLE_LAYOUT = "eagle-layout"  # saved as EAGLE's repositories do, and converted by the package
 
 
 def save_head(name: str, directory: Path) -> dict[str, Tensor]:
@@ -31,6 +35,8 @@ def save_head(name: str, directory: Path) -> dict[str, Tensor]:
     tokens [ROWS], captured [ROWS, 3 * HIDDEN], and logits [ROWS, DRAFT_VOCAB] of two steps: the
     second step's row p is the first step's row p continued by the next token.
     """
+    if name == EAGLE_LAYOUT:
+        return save_eagle_head(directory)
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
     from speculators.models.eagle3.core import Eagle3DraftModel
@@ -55,10 +61,41 @@ def save_head(name: str, directory: Path) -> dict[str, Tensor]:
     return inputs() | compute(model)
 
 
+def save_eagle_head(directory: Path) -> dict[str, Tensor]:
+    """A head in EAGLE3's own layout, run by the package after its own conversion."""
+    from speculators.convert.eagle.eagle3_converter import Eagle3Converter
+    from speculators.models.eagle3 import Eagle3SpeculatorConfig
+    from speculators.models.eagle3.core import Eagle3DraftModel
+
+    target = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 4}
+    changes = {"draft_vocab_size": DRAFT_VOCAB, "rms_norm_eps": 1e-3, "head_dim": 8}
+    config = eagle3_config(target, **changes)
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [id_ - 1 for id_ in CAPTURE]
+    weights = eagle3_weights(config)
+    weights["embed_tokens.weight"] = weights["lm_head.weight"].repeat(5, 1)[:VOCAB].contiguous()
+    write_head(directory, config, weights)
+    with tempfile.TemporaryDirectory() as scratch:
+        verifier, converted = Path(scratch) / "verifier", Path(scratch) / "converted"
+        verifier.mkdir()
+        LlamaConfig(**target, num_attention_heads=2).save_pretrained(verifier)
+        Eagle3Converter().convert(
+            directory,
+            converted,
+            str(verifier),
+            validate=False,
+            eagle_aux_hidden_state_layer_ids=CAPTURE,
+        )
+        config = Eagle3SpeculatorConfig.from_pretrained(converted)
+        config.transformer_layer_config._attn_implementation = "eager"
+        model = Eagle3DraftModel(config).float().eval()
+        left = model.load_state_dict(load_file(converted / "model.safetensors"), strict=False)
+    assert not left.unexpected_keys
+    assert all(name.startswith("verifier_") for name in left.missing_keys)
+    return inputs() | compute(model)
+
+
 def layer_config(kind: str) -> Any:
     """Values that are the class's default are not saved by every version: leave some at it."""
-    from transformers import LlamaConfig, Qwen3Config
-
     config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
@@ -109,7 +146,7 @@ def compute(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def main(root: Path) -> None:
-    for name in HEADS:
+    for name in (*HEADS, EAGLE_LAYOUT):
         save_file(save_head(name, root / name), root / name / "expected.safetensors")
         (root / name / "config.py").unlink(missing_ok=True)  # the package's code, not ours to keep
 

@@ -1,4 +1,5 @@
-"""A head saved by the package `speculators` gives the same logits in our loader as in theirs."""
+"""A head saved by the package `speculators` gives the same logits in our loader as in theirs; so
+does one in EAGLE's layout, which the package converts."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from heads import DraftRun
 from model_runs import Piece
 from safetensors.torch import load_file
-from speculators_heads import CAPTURE, HEADS, ROWS, VOCAB, save_head
+from speculators_heads import CAPTURE, EAGLE_LAYOUT, HEADS, ROWS, VOCAB, save_head
 from tiny import make_tiny
 from torch import Tensor
 
@@ -51,7 +52,7 @@ def check(directory: Path, expected: dict[str, Tensor], target: Decoder, target_
         torch.testing.assert_close(model.logits(child)[0], expected["second"][row], **near)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [*HEADS, EAGLE_LAYOUT])
 def test_recorded_heads(name: str, target: Decoder, target_dir: Path) -> None:
     expected = load_file(RECORDED / name / "expected.safetensors")
     check(RECORDED / name, expected, target, target_dir)
@@ -110,6 +111,6 @@ def test_refused_by_name(
     reason="the package speculators is not installed (its requirements weigh 300 MB); "
     "the recorded heads stand in for it",
 )
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [*HEADS, EAGLE_LAYOUT])
 def test_heads_saved_now(name: str, tmp_path: Path, target: Decoder, target_dir: Path) -> None:
     check(tmp_path, save_head(name, tmp_path), target, target_dir)
