@@ -144,7 +144,8 @@ def _standalone(source: _Source, target: Decoder, tokenizer_dir: Path) -> DraftM
                 f"{num_tokens} tokens; only rows beyond the tokenizer's may be missing.",
                 param="vocab_size",
             )
-    return StandaloneDraft(f"STANDALONE {source.directory.name}", model, num_tokens)
+    name = f"{STANDALONE} {source.directory.name}"
+    return StandaloneDraft(name, model, num_tokens, target.config.vocab_size)
 
 
 def _eagle(source: _Source, target: Decoder, token_map: Path | None) -> DraftModel:

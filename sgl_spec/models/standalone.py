@@ -23,12 +23,14 @@ class StandaloneDraft:
     token_ids: Tensor | None = None
     capture: tuple[int, ...] = ()
 
-    def __init__(self, name: str, model: Decoder, num_tokens: int) -> None:
+    def __init__(self, name: str, model: Decoder, num_tokens: int, target_rows: int) -> None:
+        """target_rows: of the target's embedding."""
         assert num_tokens <= model.config.vocab_size
         self.name = name
         self.model = model
         self.width = model.config.hidden_size
         self.logit_width = num_tokens
+        self._lacks_rows = model.config.vocab_size < target_rows
 
     def fuse(self, features: Tensor) -> Tensor:
         """A whole model reads no features."""
@@ -37,7 +39,7 @@ class StandaloneDraft:
     def forward(self, batch: ForwardBatch, features: Tensor | None, kv: KVCache) -> Tensor:
         """See `DraftModel.forward`: the final-normed hidden; features are None."""
         assert features is None
-        return self.model.forward(self._within(batch), kv)
+        return self.model.forward(self._within(batch) if self._lacks_rows else batch, kv)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, logit_width] float32 of rows that `forward` returned."""
