@@ -39,7 +39,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Set up: $$($(BIN)/python -c 'import platform, torch; print("Python", platform.python_version(), "torch", torch.__version__)')"
 
 serve: $(STAMP)
-	$(BIN)/python launch_server.py --model-path smollm2 --speculative-algorithm NGRAM --port $(PORT) $(ARGS)
+	$(BIN)/python launch_server.py --model-path smollm2 --speculative-algorithm NGRAM --max-running-requests 48 \
+		--port $(PORT) $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow and not gpu' --durations 15 $(PYTEST_ARGS)

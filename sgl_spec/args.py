@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sgl_spec import __version__
 from sgl_spec.contradictions import contradiction, overruled, unused
 from sgl_spec.draft_shape import (
     DRAFT_TOKENS,
@@ -40,9 +41,9 @@ from sgl_spec.options import (
     flag_table,
     fraction,
     option,
-    split_unknown,
+    share,
 )
-from sgl_spec.sglang_flags import judge_foreign, lookup_foreign, unknown_flag, unknown_keyword
+from sgl_spec.sglang_flags import foreign_tables, read_foreign, take_foreign, unknown_keyword
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,10 @@ class ServerArgs:
         1, help="Tokens between two chunks of a stream.", group="server", check=at_least(1)
     )
     incremental_streaming_output: bool = option(
-        False, help="Native streams send new text only, not all text so far.", group="server"
+        False,
+        help="Native streams send new text only, not all text so far.",
+        group="server",
+        aliases=("--stream-output",),
     )
     allow_auto_truncate: bool = option(
         False, help="Cut prompts and budgets that are too long instead of a 400.", group="server"
@@ -199,6 +203,13 @@ class ServerArgs:
         group="scheduler",
         check=at_least(1),
         unset="from the memory that is free",
+    )
+    mem_fraction_static: float | None = option(
+        None,
+        help="Share of the memory free at start for weights and KV pool together, on a CPU.",
+        group="scheduler",
+        check=share(),
+        unset="a quarter of what is free beside the weights, for the pool",
     )
     max_prefill_tokens: int = option(
         16384, help="Most prompt tokens in one prefill batch.", group="scheduler", check=at_least(1)
@@ -370,19 +381,22 @@ class ServerArgs:
     def from_cli(cls, argv: Sequence[str]) -> ServerArgs:
         """Parse `argv` (without the program name); `ConfigError` names the flag that is wrong.
 
-        --help prints and exits as argparse does.
+        --help and --version print and exit as argparse does.
         """
         options = declared(cls)
-        known, leftover = build_parser(options, "sgl-spec", _ABOUT).parse_known_args(list(argv))
-        notes = []
-        for flag, value in split_unknown(leftover):
-            entry = lookup_foreign(flag)
-            if entry is None:
-                raise unknown_flag(flag, options)
-            notes.append(judge_foreign(flag, entry, value))
+        parser = build_parser(options, "sgl-spec", _ABOUT, __version__)
+        known, leftover = parser.parse_known_args(list(argv))
+        notes = read_foreign(leftover, options)
         if "model_path" not in known:
             raise ConfigError("--model-path is required: smollm2, a directory or a hub id.")
         return cls(**vars(known), without_effect=tuple(notes))
+
+    @classmethod
+    def from_keywords(cls, **given: Any) -> ServerArgs:
+        """The options by field name, among which SGLang's other flags may stand as on the command
+        line; `ConfigError` as in `from_cli`."""
+        own, notes = take_foreign(given, declared(cls))
+        return cls(**own, without_effect=tuple(notes))
 
     def resolve(self) -> ResolvedArgs:
         """A new object with what was left open filled in; `ConfigError` on a contradiction.
@@ -502,7 +516,7 @@ def _shape(args: ServerArgs) -> dict[str, int]:
 
 def flags_page() -> str:
     """The text of docs/flags.md."""
-    return _PAGE_HEAD + flag_table(declared(ServerArgs))
+    return _PAGE_HEAD + flag_table(declared(ServerArgs)) + foreign_tables()
 
 
 _PAGE_HEAD = """\

@@ -63,7 +63,9 @@ def unused(args: ServerArgs) -> Iterator[str]:
 
 
 def overruled(args: ServerArgs) -> Iterator[str]:
-    """Sentences about values that `resolve` replaces."""
+    """Sentences about values that others replace."""
+    if args.mem_fraction_static is not None and args.max_total_tokens is not None:
+        yield "--mem-fraction-static changes nothing beside --max-total-tokens."
     shape, nodes = grown_shape(args), args.speculative_num_draft_tokens
     if shape is not None and nodes not in (None, shape.nodes):
         yield (
@@ -78,8 +80,9 @@ def _algorithm(args: ServerArgs) -> str | None:
     if name is None or name in BUILT_IN_DRAFTERS:
         return None
     if name in ABSENT_DRAFTERS:
+        instead = "use EAGLE, which is what it means; " if name == "NEXTN" else ""
         return (
-            f"--speculative-algorithm {name} is not supported by this version; "
+            f"--speculative-algorithm {name} is not supported by this version; {instead}"
             f"allowed are none, {', '.join(BUILT_IN_DRAFTERS)} and names that "
             "--speculative-drafter-module registers."
         )

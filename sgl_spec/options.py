@@ -40,6 +40,11 @@ def between(low: int, high: int) -> Check:
     return Check(f"an integer from {low} to {high}", lambda value: bool(low <= value <= high))
 
 
+def share() -> Check:
+    """A number between 0 and 1, neither of them."""
+    return Check("a number above 0 and below 1", lambda value: bool(0 < value < 1))
+
+
 def fraction() -> Check:
     """A number from 0 to 1."""
     return Check("a number from 0 to 1", lambda value: bool(0 <= value <= 1))
@@ -200,13 +205,18 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{flag} {reason}.".strip())
 
 
-def build_parser(options: Mapping[str, Declared], prog: str, about: str) -> argparse.ArgumentParser:
+def build_parser(
+    options: Mapping[str, Declared], prog: str, about: str, version: str = ""
+) -> argparse.ArgumentParser:
     """The parser for `options`; values stay strings (`convert` types them), absent flags absent.
+    version: what --version prints.
 
     Prefixes of flags are not accepted: a prefix that works today becomes ambiguous, or another
     flag, when an option is added. Shortened names in wide use are declared as aliases instead.
     """
     parser = _Parser(prog=prog, description=about, allow_abbrev=False)
+    if version:
+        parser.add_argument("--version", action="version", version=f"{prog} {version}")
     groups: dict[str, Any] = {}
     for opt in options.values():
         if opt.about.group not in groups:
@@ -241,15 +251,16 @@ def flag_table(options: Mapping[str, Declared]) -> str:
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def split_unknown(leftover: Sequence[str]) -> list[tuple[str, str | None]]:
-    """Pairs (flag, value or None) from the arguments that the parser did not know."""
-    pairs: list[tuple[str, str | None]] = []
+def split_unknown(leftover: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """Pairs (flag, its values) from the arguments that the parser did not know. A value before any
+    flag stands where a flag would."""
+    pairs: list[tuple[str, tuple[str, ...]]] = []
     for token in leftover:
         if token.startswith("--"):
             flag, _, value = token.partition("=")
-            pairs.append((flag, value if "=" in token else None))
-        elif pairs and pairs[-1][1] is None:
-            pairs[-1] = (pairs[-1][0], token)
+            pairs.append((flag, (value,) if "=" in token else ()))
+        elif pairs:
+            pairs[-1] = (pairs[-1][0], (*pairs[-1][1], token))
         else:
-            pairs.append((token, None))
+            pairs.append((token, ()))
     return pairs

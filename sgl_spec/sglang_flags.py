@@ -1,16 +1,18 @@
 """Flags that SGLang has and this server does not: each gets a sentence, not a parser's error.
 
-A value that would change nothing here (`--tp-size 1`) is accepted and logged; any other is refused
-with what to do instead. A launch line for SGLang thus works here, or says which part cannot.
+What cannot change an answer (`--log-requests`, `--tp-size 1`) is accepted and logged; what would is
+refused with what to do instead, all such flags of a line at once. A launch line for SGLang thus
+works here, or says which parts cannot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sgl_spec.errors import ConfigError
-from sgl_spec.options import Declared, flag_of, near
+from sgl_spec.options import Declared, flag_of, near, split_unknown
 
 
 @dataclass(frozen=True)
@@ -19,30 +21,52 @@ class ForeignFlag:
 
     advice: what to do instead. harmless: values that are accepted because they ask for nothing.
     ignored: any value is accepted, and advice says why it changes nothing.
-    switch: the flag takes no value.
+    switch: the flag takes no value. several: it may take more than one.
     """
 
     advice: str
     harmless: tuple[str, ...] = ()
     ignored: bool = False
     switch: bool = False
+    several: bool = False
+
+    @property
+    def accepted(self) -> bool:
+        """Whether there is a way to give it that works."""
+        return self.ignored or bool(self.harmless)
+
+
+def _ignored(why: str, *, several: bool = False) -> ForeignFlag:
+    return ForeignFlag(why, ignored=True, several=several)
+
+
+def _ignored_switch(why: str) -> ForeignFlag:
+    return ForeignFlag(why, ignored=True, switch=True)
 
 
 _ONE_PROCESS = "the model runs in one engine process; leave it out or set it to 1"
+_ONE_HOST = "the server runs on one host"
 _WEIGHTS = "load the checkpoint in its own dtype, or choose one with --dtype"
 _NO_LORA = "merge the adapter into the checkpoint first"
 _PLAIN_TEXT = "the reply's text is returned whole; parse it in the client"
 _JSON_BLANKS = "between tokens of JSON there is nothing, a space, or a line break and indentation"
 _NO_GRAPHS = "there are no CUDA graphs to size or to turn off"
+_NOT_COMPILED = "the forward is not compiled"
 _OTHER_DRAFTER = (
     "drafters are NGRAM, EAGLE, EAGLE3, STANDALONE and those of --speculative-drafter-module"
 )
-_WHOLE_TEXT = "a draft model attends to all of the text; leave it out"
+_WHOLE_TEXT = "a draft model attends to all of the text"
 _PRUNED = "every round verifies only the drafts that pay at its load"
 _ALL_SUFFIXES = "every suffix up to --speculative-ngram-max-trie-depth is matched"
 _NO_CORPUS = "the trie learns from the prompts and outputs that it serves"
 _SEEDED = "give each request a seed: equal seeds give equal tokens in any batch"
 _ONE_ATTENTION = "there is one attention path per device; leave it out"
+_PLAIN_ATTENTION = ("auto", "torch", "torch_native")
+_NOT_LOGGED = "requests are not logged; /metrics counts them"
+_ONE_CACHE = "the prefix cache is in the KV pool, with no second level"
+_NO_TIMER = "a dead engine ends the server at once; there is no timer to set"
+_NO_COLLECTIVES = "one process has nobody to exchange tensors with"
+_NOT_BATCHED = "texts are tokenised one by one"
 
 FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--tp-size": ForeignFlag(_ONE_PROCESS, ("1",)),
@@ -50,10 +74,15 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--pp-size": ForeignFlag(_ONE_PROCESS, ("1",)),
     "--ep-size": ForeignFlag(_ONE_PROCESS, ("1",)),
     "--nnodes": ForeignFlag(_ONE_PROCESS, ("1",)),
-    "--node-rank": ForeignFlag(_ONE_PROCESS, ("0",)),
-    "--dist-init-addr": ForeignFlag("the server runs on one host; leave it out"),
+    "--node-rank": ForeignFlag(f"{_ONE_HOST}; leave it out or set it to 0", ("0",)),
+    "--dist-init-addr": _ignored(_ONE_HOST),
+    "--dist-timeout": _ignored(_ONE_HOST),
     "--base-gpu-id": ForeignFlag("choose the GPU with CUDA_VISIBLE_DEVICES", ("0",)),
     "--enable-dp-attention": ForeignFlag(_ONE_PROCESS, switch=True),
+    "--disable-custom-all-reduce": _ignored_switch(_NO_COLLECTIVES),
+    "--enable-nccl-nvls": _ignored_switch(_NO_COLLECTIVES),
+    "--enable-symm-mem": _ignored_switch(_NO_COLLECTIVES),
+    "--enable-p2p-check": _ignored_switch(_NO_COLLECTIVES),
     "--quantization": ForeignFlag(_WEIGHTS, ("none",)),
     "--torchao-config": ForeignFlag(_WEIGHTS, ("",)),
     "--kv-cache-dtype": ForeignFlag("the KV cache has the model's dtype; use auto", ("auto",)),
@@ -61,71 +90,89 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
         "code from a checkpoint is never run; Llama, Mistral, Qwen2 and Qwen3 need none",
         switch=True,
     ),
+    "--model-impl": ForeignFlag("there is one implementation of a model", ("auto",)),
+    "--weight-loader-disable-mmap": _ignored_switch("how weights are read is fixed"),
     "--enable-lora": ForeignFlag(_NO_LORA, switch=True),
-    "--lora-paths": ForeignFlag(_NO_LORA),
+    "--lora-paths": ForeignFlag(_NO_LORA, several=True),
     "--max-loras-per-batch": ForeignFlag(_NO_LORA),
     "--lora-backend": ForeignFlag(_NO_LORA),
     "--is-embedding": ForeignFlag("only text generation is served", switch=True),
     "--enable-multimodal": ForeignFlag("only text is served", switch=True),
     "--skip-tokenizer-init": ForeignFlag("send input_ids to /generate instead", switch=True),
     "--tokenizer-mode": ForeignFlag("tokenizer.json is always used", ("auto",)),
+    "--tokenizer-worker-num": _ignored("tokenizing is done in the API process"),
+    "--enable-tokenizer-batch-encode": _ignored_switch(_NOT_BATCHED),
+    "--disable-tokenizer-batch-decode": _ignored_switch(_NOT_BATCHED),
     "--tool-call-parser": ForeignFlag(_PLAIN_TEXT),
     "--reasoning-parser": ForeignFlag(_PLAIN_TEXT),
     "--completion-template": ForeignFlag("send the whole prompt as text"),
     "--constrained-json-whitespace-pattern": ForeignFlag(_JSON_BLANKS),
-    "--attention-backend": ForeignFlag(_ONE_ATTENTION),
-    "--prefill-attention-backend": ForeignFlag(_ONE_ATTENTION),
-    "--decode-attention-backend": ForeignFlag(_ONE_ATTENTION),
-    "--sampling-backend": ForeignFlag("there is one sampling path; leave it out", ("pytorch",)),
-    "--mem-fraction-static": ForeignFlag("size the KV pool in tokens with --max-total-tokens"),
-    "--cpu-offload-gb": ForeignFlag("the weights must fit the device", ("0",)),
-    "--schedule-conservativeness": ForeignFlag(
-        "slots are reserved exactly, so there is no estimate to scale; leave it out", ("1", "1.0")
+    "--attention-backend": ForeignFlag(_ONE_ATTENTION, _PLAIN_ATTENTION),
+    "--prefill-attention-backend": ForeignFlag(_ONE_ATTENTION, _PLAIN_ATTENTION),
+    "--decode-attention-backend": ForeignFlag(_ONE_ATTENTION, _PLAIN_ATTENTION),
+    "--sampling-backend": ForeignFlag(
+        "there is one sampling path; leave it out", ("auto", "pytorch")
     ),
-    "--enable-mixed-chunk": ForeignFlag("prefill chunks and rounds alternate", switch=True),
+    "--cpu-offload-gb": ForeignFlag("the weights must fit the device", ("0",)),
+    "--schedule-conservativeness": _ignored("slots are reserved exactly, there is no estimate"),
+    "--enable-mixed-chunk": _ignored_switch("prefill chunks and rounds alternate"),
+    "--num-continuous-decode-steps": _ignored("the scheduler looks for requests every round"),
+    "--scheduler-recv-interval": _ignored("the scheduler looks for requests every round"),
     "--enable-priority-scheduling": ForeignFlag("use --schedule-policy fcfs or lpm", switch=True),
     "--enable-deterministic-inference": ForeignFlag(_SEEDED, switch=True),
-    "--enable-torch-compile": ForeignFlag("the forward is not compiled; leave it out", switch=True),
-    "--disable-overlap-schedule": ForeignFlag(
-        "every round is run to its end before the next", ignored=True, switch=True
-    ),
-    "--disable-cuda-graph": ForeignFlag(_NO_GRAPHS, ignored=True, switch=True),
-    "--disable-cuda-graph-padding": ForeignFlag(_NO_GRAPHS, ignored=True, switch=True),
-    "--cuda-graph-max-bs": ForeignFlag(_NO_GRAPHS, ignored=True),
-    "--cuda-graph-max-bs-prefill": ForeignFlag(_NO_GRAPHS, ignored=True),
-    "--cuda-graph-bs": ForeignFlag(_NO_GRAPHS, ignored=True),
-    "--cuda-graph-bs-prefill": ForeignFlag(_NO_GRAPHS, ignored=True),
-    "--cuda-graph-backend-decode": ForeignFlag(_NO_GRAPHS, ignored=True),
-    "--cuda-graph-backend-prefill": ForeignFlag(_NO_GRAPHS, ignored=True),
-    "--watchdog-timeout": ForeignFlag(
-        "a dead engine ends the server at once; there is no timer to set", ignored=True
-    ),
-    "--log-level-http": ForeignFlag("--log-level sets it too"),
-    "--log-requests": ForeignFlag("requests are not logged; use /metrics", switch=True),
+    "--enable-torch-compile": _ignored_switch(_NOT_COMPILED),
+    "--torch-compile-max-bs": _ignored(_NOT_COMPILED),
+    "--disable-overlap-schedule": _ignored_switch("every round is run to its end before the next"),
+    "--disable-cuda-graph": _ignored_switch(_NO_GRAPHS),
+    "--disable-cuda-graph-padding": _ignored_switch(_NO_GRAPHS),
+    "--cuda-graph-max-bs": _ignored(_NO_GRAPHS),
+    "--cuda-graph-max-bs-prefill": _ignored(_NO_GRAPHS),
+    "--cuda-graph-bs": _ignored(_NO_GRAPHS, several=True),
+    "--cuda-graph-bs-prefill": _ignored(_NO_GRAPHS, several=True),
+    "--cuda-graph-backend-decode": _ignored(_NO_GRAPHS),
+    "--cuda-graph-backend-prefill": _ignored(_NO_GRAPHS),
+    "--watchdog-timeout": _ignored(_NO_TIMER),
+    "--soft-watchdog-timeout": _ignored(_NO_TIMER),
+    "--sleep-on-idle": _ignored_switch("an idle engine waits without spinning"),
+    "--log-level-http": _ignored("--log-level sets it too"),
+    "--log-requests": _ignored_switch(_NOT_LOGGED),
+    "--log-requests-level": _ignored(_NOT_LOGGED),
+    "--log-requests-format": _ignored(_NOT_LOGGED),
+    "--crash-dump-folder": _ignored(_NOT_LOGGED),
+    "--show-time-cost": _ignored_switch("/metrics has the latencies"),
+    "--enable-request-time-stats-logging": _ignored_switch("/metrics has the latencies"),
     "--admin-api-key": ForeignFlag("--api-key protects every route"),
     "--preferred-sampling-params": ForeignFlag("see --sampling-defaults"),
     "--json-model-override-args": ForeignFlag("edit the checkpoint's config.json", ("{}",)),
-    "--file-storage-path": ForeignFlag("no files are stored; leave it out"),
+    "--file-storage-path": _ignored("no files are stored"),
+    "--download-dir": ForeignFlag("choose the folder of hub downloads with HF_HOME"),
     "--disaggregation-mode": ForeignFlag("prefill and decode share one engine", ("null",)),
-    "--enable-hierarchical-cache": ForeignFlag("the prefix cache is on the device", switch=True),
+    "--radix-eviction-policy": _ignored("the prefixes used longest ago go first"),
+    "--disable-chunked-prefix-cache": _ignored_switch("prompt chunks read the KV pool in place"),
+    "--enable-hierarchical-cache": _ignored_switch(_ONE_CACHE),
+    "--hicache-ratio": _ignored(_ONE_CACHE),
+    "--hicache-size": _ignored(_ONE_CACHE),
+    "--hicache-write-policy": _ignored(_ONE_CACHE),
+    "--hicache-io-backend": _ignored(_ONE_CACHE),
+    "--hicache-mem-layout": _ignored(_ONE_CACHE),
     "--enable-return-hidden-states": ForeignFlag("hidden states are not returned", switch=True),
-    "--speculative-draft-attention-backend": ForeignFlag(_ONE_ATTENTION),
+    "--speculative-draft-attention-backend": ForeignFlag(_ONE_ATTENTION, _PLAIN_ATTENTION),
+    "--speculative-attention-mode": _ignored("there is one attention path per device"),
     "--speculative-draft-kv-cache-dtype": ForeignFlag(
         "the draft's KV cache has the model's dtype; use auto", ("auto",)
     ),
-    "--speculative-draft-window-size": ForeignFlag(_WHOLE_TEXT),
-    "--speculative-draft-sink-size": ForeignFlag(_WHOLE_TEXT),
+    "--speculative-draft-window-size": _ignored(_WHOLE_TEXT),
+    "--speculative-draft-sink-size": _ignored(_WHOLE_TEXT),
     "--speculative-draft-model-quantization": ForeignFlag(_WEIGHTS, ("unquant",)),
-    "--speculative-attention-mode": ForeignFlag(_ONE_ATTENTION, ("prefill",)),
-    "--speculative-skip-dp-mlp-sync": ForeignFlag(_ONE_PROCESS, switch=True),
-    "--speculative-adaptive": ForeignFlag(_PRUNED, switch=True),
-    "--speculative-adaptive-config": ForeignFlag(_PRUNED),
+    "--speculative-skip-dp-mlp-sync": _ignored_switch(_NO_COLLECTIVES),
+    "--speculative-adaptive": _ignored_switch(_PRUNED),
+    "--speculative-adaptive-config": _ignored(_PRUNED),
     "--speculative-ngram-external-corpus-path": ForeignFlag(_NO_CORPUS),
     "--speculative-ngram-external-sam-budget": ForeignFlag(_NO_CORPUS, ("0",)),
-    "--speculative-ngram-external-corpus-max-tokens": ForeignFlag(_NO_CORPUS, ignored=True),
-    "--speculative-ngram-min-match-window-size": ForeignFlag(_ALL_SUFFIXES),
-    "--speculative-ngram-max-match-window-size": ForeignFlag(_ALL_SUFFIXES),
-    "--speculative-ngram-branch-length": ForeignFlag(
+    "--speculative-ngram-external-corpus-max-tokens": _ignored(_NO_CORPUS),
+    "--speculative-ngram-min-match-window-size": _ignored(_ALL_SUFFIXES),
+    "--speculative-ngram-max-match-window-size": _ignored(_ALL_SUFFIXES),
+    "--speculative-ngram-branch-length": _ignored(
         "depth and breadth are --speculative-ngram-max-trie-depth and -max-bfs-breadth"
     ),
     "--speculative-dflash-block-size": ForeignFlag(_OTHER_DRAFTER),
@@ -154,27 +201,83 @@ def lookup_foreign(flag: str) -> ForeignFlag | None:
     return FOREIGN_FLAGS.get(FOREIGN_ALIASES.get(flag, flag))
 
 
-def judge_foreign(flag: str, entry: ForeignFlag, value: str | None) -> str:
-    """A sentence for the log when the value changes nothing; raises `ConfigError` otherwise."""
-    if not entry.switch and value is None:
+def read_foreign(leftover: Sequence[str], own: Mapping[str, Declared]) -> list[str]:
+    """Sentences for the log about the arguments that are no option of ours.
+
+    `ConfigError` with one line for each of them that is refused or that nobody knows.
+    """
+    return _all_or_none([_Given(flag, values) for flag, values in split_unknown(leftover)], own)
+
+
+def take_foreign(
+    given: Mapping[str, Any], own: Mapping[str, Declared]
+) -> tuple[dict[str, Any], list[str]]:
+    """The keywords without those of SGLang's flags, and sentences for the log about these.
+
+    None and False ask for nothing, as an absent flag does. `ConfigError` as in `read_foreign`.
+    """
+    foreign = [name for name in given if name not in own and lookup_foreign(flag_of(name))]
+    rest = {name: value for name, value in given.items() if name not in foreign}
+    asked = [_Given(flag_of(n), _words(given[n])) for n in foreign if given[n] not in (None, False)]
+    return rest, _all_or_none(asked, own)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A flag as it was given, with its values."""
+
+    flag: str
+    values: tuple[str, ...]
+
+
+def _words(value: object) -> tuple[str, ...]:
+    if value is True:
+        return ()
+    return tuple(map(str, value)) if isinstance(value, (list, tuple)) else (str(value),)
+
+
+def _all_or_none(asked: Sequence[_Given], own: Mapping[str, Declared]) -> list[str]:
+    notes, refusals = [], []
+    for one in asked:
+        try:
+            notes.append(_judge(one, own))
+        except ConfigError as error:
+            refusals.append(error.message)
+    if refusals:
+        raise ConfigError("\n".join(refusals))
+    return notes
+
+
+def _judge(given: _Given, own: Mapping[str, Declared]) -> str:
+    """A sentence for the log when the flag changes nothing; raises `ConfigError` otherwise."""
+    flag, values = given.flag, given.values
+    entry = lookup_foreign(flag)
+    if entry is None:
+        raise unknown_flag(flag, own)
+    if not entry.switch and not values:
         raise ConfigError(f"{flag} needs a value and none was given.")
-    if entry.switch and value is not None:
-        raise ConfigError(f"{flag} is a switch and takes no value, got {value!r}.")
-    seen = flag if value is None else f"{flag} {value}"
+    if entry.switch and values:
+        raise ConfigError(f"{flag} is a switch and takes no value, got {' '.join(values)!r}.")
+    if len(values) > 1 and not entry.several:
+        raise unknown_flag(values[1], own)
+    seen = " ".join((flag, *values))
     if entry.ignored:
         return f"{seen} changes nothing here: {entry.advice}."
-    if value is not None and value.lower() in entry.harmless:
+    if values and values[0].lower() in entry.harmless:
         return f"{seen} changes nothing here."
     raise ConfigError(f"{seen} is not supported by this version: {entry.advice}.")
 
 
 def unknown_flag(flag: str, own: Mapping[str, Declared]) -> ConfigError:
-    """The error for a flag that nobody knows, with the nearest one of ours or of SGLang's."""
+    """The error for a flag that nobody knows, with the nearest one that would be accepted."""
     if not flag.startswith("-"):
         return ConfigError(f"{flag!r} belongs to no flag; see --help.")
     flags = [name for opt in own.values() for name in opt.flags]
-    hint = near(flag, flags) or near(flag, [*FOREIGN_FLAGS, *FOREIGN_ALIASES])
-    return ConfigError(f"{flag} is not an option{hint}; see --help.")
+    known = [*FOREIGN_FLAGS, *FOREIGN_ALIASES]
+    accepted = [name for name in known if FOREIGN_FLAGS[FOREIGN_ALIASES.get(name, name)].accepted]
+    return ConfigError(
+        f"{flag} is not an option{near(flag, flags) or near(flag, accepted)}; see --help."
+    )
 
 
 def unknown_keyword(name: str, own: Mapping[str, Declared]) -> ConfigError:
@@ -188,3 +291,34 @@ def unknown_keyword(name: str, own: Mapping[str, Declared]) -> ConfigError:
     known = aliases.get(flag_of(name))
     hint = f" (did you mean {known}?)" if known else near(name, own)
     return ConfigError(f"{name} is not an option{hint}.", param=name)
+
+
+def foreign_tables() -> str:
+    """Two Markdown tables: what is accepted and changes nothing, and what is refused."""
+    accepted = ["| flag | accepted with | because |", "|---|---|---|"]
+    refused = ["| flag | refused | because |", "|---|---|---|"]
+    for flag, entry in FOREIGN_FLAGS.items():
+        spellings = [flag, *(alias for alias, name in FOREIGN_ALIASES.items() if name == flag)]
+        names = ", ".join(f"`{name}`" for name in spellings)
+        values = ", ".join(f"`{value}`" if value else "an empty value" for value in entry.harmless)
+        if entry.ignored:
+            accepted.append(f"| {names} | {'' if entry.switch else 'any value'} | {entry.advice} |")
+            continue
+        if values:
+            accepted.append(f"| {names} | {values} | {_ASKS_NOTHING} |")
+        refused.append(f"| {names} | {'other values' if values else 'always'} | {entry.advice} |")
+    return _TABLES.format(accepted="\n".join(accepted), refused="\n".join(refused))
+
+
+_ASKS_NOTHING = "it asks for what is done anyway"
+_TABLES = """
+## SGLang's other flags
+
+These are accepted and change no answer; the log says so. As keywords of `sgl_spec.LLM` too.
+
+{accepted}
+
+These are refused, with the same words.
+
+{refused}
+"""

@@ -51,6 +51,7 @@ class Engine:
     def __init__(self, args: ServerArgs, *, check_every_step: bool = False) -> None:
         self.args = args.resolve()
         _check_device(self.args)
+        self._free_at_start = psutil.virtual_memory().available
         self.model_dir = resolve_checkpoint(self.args.model_path, self.args.revision)
         self.tokenizer_dir = self._tokenizer_dir()
         self.model = load_model(
@@ -78,7 +79,7 @@ class Engine:
         self.draft_model = load_draft_model(args, self.model, self.tokenizer_dir)
         reserve, page = tree_reserve(args.round_slots), args.page_size
         width = ceil_page(self.context_length + reserve + page - 1, page)
-        self.num_slots = _pool_slots(args, self._kv_bytes_per_token(), width)
+        self.num_slots = _pool_slots(args, self._pool_bytes(), self._kv_bytes_per_token(), width)
         rows = min(args.max_running_requests, max(1, self.num_slots // (reserve + page)))
         self.slots = SlotManager(
             num_slots=self.num_slots,
@@ -115,6 +116,14 @@ class Engine:
         measured = measure_costs(self.model, kv, max_requests=rows, max_rows=most)
         logger.info("Verify cost in ms: %s", measured)
         return CostMeter(measured)
+
+    def _pool_bytes(self) -> int:
+        """Most bytes that the KV pool, the draft model's part included, may take."""
+        fraction = self.args.mem_fraction_static
+        if fraction is None:
+            return int(psutil.virtual_memory().available * POOL_FRACTION)
+        draft = 0 if self.draft_model is None else self.draft_model.weight_bytes
+        return int(self._free_at_start * fraction) - self.model.weight_bytes - draft
 
     def _kv_bytes_per_token(self) -> int:
         """Bytes of one slot in the target's cache and in the draft model's."""
@@ -263,16 +272,16 @@ def _check_device(args: ResolvedArgs) -> None:
     torch.set_grad_enabled(False)
 
 
-def _pool_slots(args: ResolvedArgs, per_token: int, width: int) -> int:
+def _pool_slots(args: ResolvedArgs, most_bytes: int, per_token: int, width: int) -> int:
     """Slots of the KV pool, in whole pages. per_token: bytes of a slot in all caches."""
     page = args.page_size
     if args.max_total_tokens is not None:
         return ceil_page(args.max_total_tokens, page)
-    room = int(psutil.virtual_memory().available * POOL_FRACTION) // per_token
+    room = max(0, most_bytes // per_token)
     slots = floor_page(min(room, args.max_running_requests * width), page)
     if slots < min(width, 2 * page + tree_reserve(args.round_slots)):
         raise ConfigError(
-            f"The free memory holds only {room} KV slots of {per_token} bytes; "
-            "free some, or give --max-total-tokens or a shorter --context-length."
+            f"The free memory holds only {room} KV slots of {per_token} bytes; free some, or give "
+            "--max-total-tokens, a larger --mem-fraction-static or a shorter --context-length."
         )
     return slots

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import sgl_spec
 from sgl_spec.args import ResolvedArgs, ServerArgs, flags_page
 from sgl_spec.contradictions import ABSENT_DRAFTERS
 from sgl_spec.draft_shape import EMBEDDED_DRAFTS
@@ -121,6 +122,7 @@ def test_resolve_fills_what_was_left_open_in_a_new_object() -> None:
         "chat_template",
         "max_queued_requests",
         "max_total_tokens",
+        "mem_fraction_static",
         "speculative_algorithm",
         "speculative_drafter_module",
         "speculative_num_draft_tokens",
@@ -388,8 +390,14 @@ REFUSED: list[tuple[list[str], str]] = [
     ),
     (
         ["--speculative-algorithm", "nextn"],
-        "--speculative-algorithm NEXTN is not supported by this version; allowed are none, NGRAM, "
-        "EAGLE, EAGLE3, STANDALONE and names that --speculative-drafter-module registers.",
+        "--speculative-algorithm NEXTN is not supported by this version; use EAGLE, which is what "
+        "it means; allowed are none, NGRAM, EAGLE, EAGLE3, STANDALONE and names that "
+        "--speculative-drafter-module registers.",
+    ),
+    (
+        ["--speculative-algorithm", "dflash"],
+        "--speculative-algorithm DFLASH is not supported by this version; allowed are none, "
+        "NGRAM, EAGLE, EAGLE3, STANDALONE and names that --speculative-drafter-module registers.",
     ),
     (
         ["--speculative-algorithm", "ngrm"],
@@ -617,8 +625,33 @@ REFUSED: list[tuple[list[str], str]] = [
         "--max-total is not an option (did you mean --max-total-tokens?); see --help.",
     ),
     (
-        ["--tool-parser", "x"],
-        "--tool-parser is not an option (did you mean --tool-call-parser?); see --help.",
+        ["--mem-fraction", "0.8"],
+        "--mem-fraction is not an option (did you mean --mem-fraction-static?); see --help.",
+    ),
+    (["--tool-parser", "x"], "--tool-parser is not an option; see --help."),
+    (
+        ["--log-request"],
+        "--log-request is not an option (did you mean --log-requests?); see --help.",
+    ),
+    *(
+        (
+            [f"--mem-fraction-static={value}"],
+            f"--mem-fraction-static must be a number above 0 and below 1, got {seen}.",
+        )
+        for value, seen in [("0", "0.0"), ("1", "1.0"), ("-0.5", "-0.5"), ("nan", "nan")]
+    ),
+    (
+        ["--mem-fraction-static=much"],
+        "--mem-fraction-static must be a number above 0 and below 1, got 'much'.",
+    ),
+    (["--tp", "1", "stray"], "'stray' belongs to no flag; see --help."),
+    (
+        ["--tp", "2", "--log-requests", "--trust-remote-code", "--qqq", "--dp", "1"],
+        "--tp 2 is not supported by this version: the model runs in one engine process; leave it "
+        "out or set it to 1.\n"
+        "--trust-remote-code is not supported by this version: code from a checkpoint is never "
+        "run; Llama, Mistral, Qwen2 and Qwen3 need none.\n"
+        "--qqq is not an option; see --help.",
     ),
     (["--qqq"], "--qqq is not an option; see --help."),
     (["stray"], "'stray' belongs to no flag; see --help."),
@@ -696,3 +729,58 @@ def test_every_known_flag_is_accepted_with_a_log_line_or_refused_with_advice(
 def test_foreign_flags_stand_beside_our_own() -> None:
     done = parse("--tp", "1", "--port", "31000", "--disable-cuda-graph", "--enable-metrics")
     assert (done.port, done.enable_metrics) == (31000, True)
+
+
+def test_flags_that_change_no_answer_are_accepted_with_several_values(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parse("--cuda-graph-bs", "1", "2", "4", "--log-requests", "--enable-mixed-chunk")
+    assert "--cuda-graph-bs 1 2 4 changes nothing here: there are no CUDA graphs" in caplog.text
+    assert "--log-requests changes nothing here" in caplog.text
+    assert "--enable-mixed-chunk changes nothing here" in caplog.text
+
+
+def test_a_share_of_the_memory_is_overruled_by_a_size_in_tokens(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert parse("--mem-fraction-static", "0.5").mem_fraction_static == 0.5
+    assert caplog.text == ""
+    parse("--mem-fraction-static", "0.5", "--max-total-tokens", "100")
+    assert "--mem-fraction-static changes nothing beside --max-total-tokens." in caplog.text
+
+
+def test_keywords_may_hold_sglang_s_other_flags(caplog: pytest.LogCaptureFixture) -> None:
+    args = ServerArgs.from_keywords(
+        model_path="m", tp_size=1, disable_cuda_graph=True, log_requests=False, quantization=None
+    )
+    assert dataclasses.replace(args, without_effect=()) == ServerArgs(model_path="m")
+    args.resolve()
+    assert "--tp-size 1 changes nothing here" in caplog.text
+    assert "--disable-cuda-graph changes nothing here" in caplog.text
+    assert "--log-requests" not in caplog.text
+    ServerArgs.from_keywords(model_path="m", cuda_graph_bs=[1, 2]).resolve()
+    assert "--cuda-graph-bs 1 2 changes nothing here" in caplog.text
+
+
+def test_keywords_that_are_refused_are_named_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServerArgs.from_keywords(model_path="m", tp_size=2, page_size=4, enable_lora=True)
+    first, second = caught.value.message.splitlines()
+    assert first.startswith("--tp-size 2 is not supported")
+    assert second.startswith("--enable-lora is not supported")
+    with pytest.raises(ConfigError, match="portt is not an option"):
+        ServerArgs.from_keywords(model_path="m", portt=1)
+
+
+def test_the_flag_page_tells_what_becomes_of_every_flag_of_sglang() -> None:
+    accepted, refused = flags_page().partition("These are refused")[::2]
+    for flag, entry in FOREIGN_FLAGS.items():
+        assert (f"| `{flag}`" in accepted) == entry.accepted
+        assert (f"| `{flag}`" in refused) == (not entry.ignored)
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        ServerArgs.from_cli(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"sgl-spec {sgl_spec.__version__}\n"
