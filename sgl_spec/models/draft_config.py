@@ -32,6 +32,13 @@ _ARCHITECTURES = {
 }
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 _DEFAULT_FEATURES = 3
+# Switches of `eagle_config` for heads of other structures.
+_ONE_VALUE = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +97,9 @@ def _eagle3(keys: Keys) -> HeadConfig:
         raise keys.refuse("draft_vocab_size", "absent", "an integer, or null for the target's head")
     own = keys.content["draft_vocab_size"] is not None
     nested = Keys(keys.get("eagle_config", dict, "an object", {}), keys.path)
-    if not nested.flag("use_aux_hidden_state", True):
-        raise keys.refuse("eagle_config.use_aux_hidden_state", False, "true")
+    for key, only in _ONE_VALUE.items():
+        if nested.flag(key, only) != only:
+            raise keys.refuse(f"eagle_config.{key}", not only, str(only))
     # Servers look for these in both places; the nested one is the newer.
     both = Keys({**keys.content, **nested.content}, keys.path)
     capture = _capture(keys, nested)

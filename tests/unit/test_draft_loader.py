@@ -171,6 +171,7 @@ def test_a_null_draft_vocabulary_uses_the_targets_head(
         ({"architectures": ["GemmaForCausalLMEagle3"]}, ("GemmaForCausalLMEagle3", "allowed: Lla")),
         ({"num_aux_hidden_states": 4}, ("num_aux_hidden_states = 4", "3, as many")),
         ({"eagle_config": {"use_aux_hidden_state": False}}, ("use_aux_hidden_state = False",)),
+        ({"eagle_config": {"use_mtp_layernorm": True}}, ("use_mtp_layernorm = True", "False")),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}},
             ("eagle_aux_hidden_state_layer_ids = (1, 2, 4)", "layers 0 to 3 of the target"),
