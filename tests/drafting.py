@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 PLUGINS = str(Path(__file__).with_name("plugin_drafters.py"))
-DRAFTERS = ["none", "NGRAM", "SELF", "JUNK"]
+DRAFTERS = ["none", "NGRAM", "STANDALONE", "SELF", "JUNK"]
 
 
 def drafter_options(name: str, model: Path) -> dict[str, Any]:
-    """Options that select a drafter; SELF drafts with `model`."""
+    """Options that select a drafter; SELF and STANDALONE draft with `model`."""
     options: dict[str, Any] = {"speculative_algorithm": name}
     if name in ("SELF", "JUNK"):
         options["speculative_drafter_module"] = PLUGINS
-    if name == "SELF":
+    if name in ("SELF", "STANDALONE"):
         options["speculative_draft_model_path"] = str(model)
     return options
 

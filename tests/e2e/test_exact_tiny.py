@@ -116,7 +116,7 @@ def drafts_helped(drafter: str, done: Sequence[Completion]) -> None:
     else:
         assert helped > 0.2 * rounds
         assert emitted == rounds + helped
-    if drafter == "SELF":
+    if drafter in ("SELF", "STANDALONE"):
         assert emitted >= 1.5 * rounds
 
 
@@ -143,7 +143,7 @@ def test_cross_product(
     finished(llm)
 
 
-@pytest.mark.parametrize("drafter", ["none", "NGRAM", "SELF"])
+@pytest.mark.parametrize("drafter", ["none", "NGRAM", "STANDALONE", "SELF"])
 def test_chunks_that_end_anywhere(make: Make, drafter: str) -> None:
     """The text does not depend on where a long prompt is cut; compared over chunk sizes."""
     rng = random.Random(8)
@@ -218,7 +218,7 @@ def texts(launch_shared: Launch) -> list[list[int]]:
     return alone
 
 
-@pytest.mark.parametrize("algorithm", ["none", "NGRAM", "SELF"])
+@pytest.mark.parametrize("algorithm", ["none", "NGRAM", "STANDALONE", "SELF"])
 def test_one_seed_one_text(
     launch_shared: Launch, tiny_model_dir: Path, texts: list[list[int]], algorithm: str
 ) -> None:
@@ -233,7 +233,7 @@ def test_one_seed_one_text(
     assert not any(reply["meta_info"]["num_retractions"] for reply in alone)
     if algorithm != "none":
         assert sum(map(accepted, retracted)) > 0
-    if algorithm == "SELF":
+    if algorithm in ("SELF", "STANDALONE"):
         assert speculated(alone)
     drained(server)
     server.stop()
