@@ -57,7 +57,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
     """[B, S, heads * d] -> [B, S, heads, d]."""
-    return x.unflatten(-1, (-1, head_dim))
+    return x.view(*x.shape[:-1], -1, head_dim)
 
 
 def repeat_kv(x: Tensor, groups: int) -> Tensor:
@@ -107,7 +107,7 @@ def forward_layer(
     """One decoder layer. x: [B, S, H], the residual stream; cos, sin: [S, 1, head_dim]."""
     normed = rms_norm(x, layer.input_norm, shape.eps)
     qkv = split_heads(F.linear(normed, layer.qkv, layer.qkv_bias), shape.head_dim)
-    q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=2)
+    q, k, v = torch.split(qkv, [shape.heads, shape.kv_heads, shape.kv_heads], dim=2)
     if layer.qk_norm is not None:
         q = rms_norm(q, layer.qk_norm[0], shape.eps)
         k = rms_norm(k, layer.qk_norm[1], shape.eps)

@@ -74,34 +74,21 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a.float() * b.float()).sum(dim=-1)
 
 
-def _join(q: Tensor, out: Tensor, lse: Tensor, rows: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The joint output and logsumexp. rows: the chain's keys, then its values."""
-    steps = len(rows) // 2
-    scale = q.shape[-1] ** -0.5
-    scores = [_dot(q, key) * scale for key in rows[:steps]]
-    joint = torch.logsumexp(torch.stack((lse, *scores)), dim=0)
-    mixed = (lse - joint).exp().unsqueeze(-1) * out.float()
-    for score, value in zip(scores, rows[steps:], strict=True):
-        mixed = mixed + (score - joint).exp().unsqueeze(-1) * value.float()
-    return mixed.to(out.dtype), joint
+def _add(mixed: Tensor, score: Tensor, joint: Tensor, value: Tensor) -> Tensor:
+    """mixed [B, heads, S, d] float32 with one chain row's value in its share."""
+    return mixed + (score - joint).exp().unsqueeze(-1) * value.float()
 
 
-def _join_backward(
-    grad: Tensor, q: Tensor, out: Tensor, joint: Tensor, rows: tuple[Tensor, ...]
-) -> list[Tensor]:
-    """Gradients of q (the chain's share, float32), then of every chain key, then value."""
-    steps = len(rows) // 2
+def _row_backward(
+    grad: Tensor, q: Tensor, joint: Tensor, delta: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One chain row's share of the gradients of q, and those of its key and its value."""
     scale = q.shape[-1] ** -0.5
-    delta = _dot(grad, out)
-    grad_q = torch.zeros_like(q, dtype=torch.float32)
-    grad_keys, grad_values = [], []
-    for key, value in zip(rows[:steps], rows[steps:], strict=True):
-        share = (_dot(q, key) * scale - joint).exp()
-        slope = (share * (_dot(grad, value) - delta) * scale).unsqueeze(-1)
-        grad_q = grad_q + slope * key.float()
-        grad_keys.append((slope * q.float()).to(key.dtype))
-        grad_values.append((share.unsqueeze(-1) * grad.float()).to(value.dtype))
-    return [grad_q, *grad_keys, *grad_values]
+    share = (_dot(q, key) * scale - joint).exp()
+    slope = (share * (_dot(grad, value) - delta) * scale).unsqueeze(-1)
+    grad_key = (slope * q.float()).to(key.dtype)
+    grad_value = (share.unsqueeze(-1) * grad.float()).to(value.dtype)
+    return slope * key.float(), grad_key, grad_value
 
 
 class _ChainAttention(torch.autograd.Function):
@@ -110,34 +97,51 @@ class _ChainAttention(torch.autograd.Function):
         flash = _flash(q, k0, v0)
         out, joint = flash.out, flash.lse
         if rows:
-            out, merged = kernels.join(q, out, joint, rows)
-            joint = torch.empty_like(joint).copy_(merged)  # in the layout that the backward reads
+            keys, values = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+            scale = q.shape[-1] ** -0.5
+            scores = [kernels.dot(q, key) * scale for key in keys]
+            joint = torch.empty_like(joint)  # in the layout that the backward reads
+            joint.copy_(torch.stack((flash.lse, *scores)).logsumexp(dim=0))
+            mixed = kernels.add(torch.zeros_like(out, dtype=torch.float32), flash.lse, joint, out)
+            for score, value in zip(scores, values, strict=True):
+                mixed = kernels.add(mixed, score, joint, value)
+            out = mixed.to(out.dtype)
         ctx.save_for_backward(q, k0, v0, out, joint, *rows)
         ctx.extra = flash.extra
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         q, k0, v0, out, joint, *rows = ctx.saved_tensors
         grad_q, grad_k, grad_v = _flash_backward(grad, q, k0, v0, out, joint, ctx.extra)
-        if not rows:
+        keys, values = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        if not keys:
             return grad_q, grad_k, grad_v
-        chain_q, *chain = kernels.join_backward(grad, q, out, joint, tuple(rows))
-        return (grad_q.float() + chain_q).to(grad_q.dtype), grad_k, grad_v, *chain
+        delta, chain_q = kernels.dot(grad, out), grad_q.float()
+        grad_keys, grad_values = [], []
+        for key, value in zip(keys, values, strict=True):
+            share, grad_key, grad_value = kernels.row_backward(grad, q, joint, delta, key, value)
+            chain_q = chain_q + share
+            grad_keys.append(grad_key)
+            grad_values.append(grad_value)
+        return chain_q.to(grad_q.dtype), grad_k, grad_v, *grad_keys, *grad_values
 
 
 class _Kernels:
-    """The row-wise pieces, which `compile_rows` may replace by compiled ones."""
+    """The row-wise pieces, which `compile_rows` may replace by compiled ones. Each handles one
+    chain row, so that chains of every length share a graph."""
 
     def __init__(self) -> None:
-        self.join = _join
-        self.join_backward = _join_backward
+        self.dot = _dot
+        self.add = _add
+        self.row_backward = _row_backward
 
 
 kernels = _Kernels()
 
 
 def compile_rows() -> None:
-    """Fuse the row-wise pieces (one graph per chain length)."""
-    kernels.join = torch.compile(_join)
-    kernels.join_backward = torch.compile(_join_backward)
+    """Fuse the row-wise pieces."""
+    kernels.dot = torch.compile(_dot, dynamic=True)
+    kernels.add = torch.compile(_add, dynamic=True)
+    kernels.row_backward = torch.compile(_row_backward, dynamic=True)

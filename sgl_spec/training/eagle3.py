@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor
 
 from sgl_spec.errors import ConfigError
@@ -31,8 +30,10 @@ from sgl_spec.training.losses import CHUNK_ROWS, soft_label_loss
 from sgl_spec.training.options import (
     Setting,
     add_common,
+    earlier_weights,
     prepare,
     provenance,
+    stored_tensors,
     write_json,
     write_tensors,
 )
@@ -55,6 +56,7 @@ class Eagle3Draft:
         self.shape = HeadShape.beside(config, len(self.vocabulary.ids), args.intermediate)
         self.head = Head(self.shape, compiled=setting.compiled)
         weights = initial_weights(self.shape, self.target, self.vocabulary.ids, args.seed)
+        weights = earlier_weights(args.init_from, weights)
         self.weights = {name: torch.nn.Parameter(value) for name, value in weights.items()}
         self._ids = self.vocabulary.ids.to(self.target.device)
         self._columns = self.vocabulary.columns().to(self.target.device)
@@ -232,12 +234,15 @@ def _layers(asked: list[int] | None, num_layers: int) -> tuple[int, ...]:
 
 
 def _vocabulary(setting: Setting) -> DraftVocabulary:
-    """The most frequent tokens; a resumed run keeps its own, whatever the data is now."""
+    """The most frequent tokens; a run that goes on from weights keeps theirs, whatever the data is
+    now."""
     args = setting.args
-    if not args.resume:
+    earlier = args.out if args.resume else args.init_from
+    if earlier is None:
         return DraftVocabulary.most_frequent(setting.shards, args.draft_vocab)
-    with safe_open(str(args.out / "model.safetensors"), framework="pt") as stored:
-        offsets: Tensor = stored.get_tensor("d2t")
+    offsets = stored_tensors(earlier).get("d2t")
+    if offsets is None:
+        raise ConfigError(f"{earlier / 'model.safetensors'} has no d2t; it is no EAGLE3 head.")
     return DraftVocabulary(offsets + torch.arange(len(offsets)), setting.shards.vocab_size)
 
 

@@ -140,7 +140,7 @@ def _front(
         (rms_norm(embed, w.input_norm, sizes.eps), rms_norm(feature, w.hidden_norm, sizes.eps)), -1
     )
     qkv = split_heads(F.linear(rows, w.qkv), sizes.head_dim)
-    q, k, v = qkv.split([sizes.heads, sizes.kv_heads, sizes.kv_heads], dim=2)
+    q, k, v = torch.split(qkv, [sizes.heads, sizes.kv_heads, sizes.kv_heads], dim=2)
     groups = sizes.heads // sizes.kv_heads
     k = repeat_kv(rotate(k, cos, sin), groups)
     q, v = rotate(q, cos, sin), repeat_kv(v, groups)

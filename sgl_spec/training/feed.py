@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +61,7 @@ class Feed:
         if not len(shards.training()):
             raise ConfigError("The data holds no sequence to train on; make more of it.")
 
-    def batches(self, start: Position) -> Iterator[tuple[Batch, Position]]:
+    def batches(self, start: Position) -> Generator[tuple[Batch, Position]]:
         """Each batch with the position after it. Prepared by a thread that ends with the
         iterator."""
         ready: queue.Queue[tuple[Batch, Position] | BaseException] = queue.Queue(_READY)

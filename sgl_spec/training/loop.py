@@ -146,7 +146,7 @@ class Loop:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["scale"]
         stats = self.draft.loss(batch)
-        stats.loss.backward()
+        torch.autograd.backward(stats.loss)
         norm = torch.nn.utils.clip_grad_norm_(self.draft.weights.values(), _MAX_NORM)
         for optimizer in self.optimizers:
             optimizer.step()

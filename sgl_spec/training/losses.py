@@ -75,7 +75,7 @@ class _SoftLabelLoss(torch.autograd.Function):
         return total, hits
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _hits: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _hits: Any) -> tuple[Any, ...]:
         grad_hidden, grad_head = ctx.saved_tensors
         # The scale is folded into the weights, so that bf16 gradients keep their range.
         return grad_hidden * grad, grad_head * grad, None, None, None
@@ -93,4 +93,4 @@ kernels = _Kernels()
 
 def compile_rows() -> None:
     """Fuse the row-wise piece."""
-    kernels.rows = torch.compile(_rows)
+    kernels.rows = torch.compile(_rows, dynamic=True)

@@ -6,17 +6,14 @@ import argparse
 import hashlib
 import json
 import logging
-import platform
 import time
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import safetensors
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sgl_spec.errors import ConfigError
@@ -24,6 +21,7 @@ from sgl_spec.models.checkpoint import resolve_checkpoint
 from sgl_spec.training import chain_attention, losses
 from sgl_spec.training.feed import Feed
 from sgl_spec.training.loop import LoopOptions
+from sgl_spec.training.provenance import device_name, versions
 from sgl_spec.training.shards import TokenShards
 from sgl_spec.training.target import Target
 
@@ -42,6 +40,7 @@ def add_common(parser: argparse.ArgumentParser, *, lr: float, optimizer: str) ->
     add("--steps", type=int, help="train for this many batches")
     add("--time-limit", type=float, metavar="SECONDS", help="train for this long, start included")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    add("--init-from", type=Path, metavar="DIR", help="start from the weights of an earlier --out")
     add("--lr", type=float, default=lr, help=f"peak learning rate (default {lr})")
     add("--optimizer", choices=OPTIMIZERS, default=optimizer, help=f"default {optimizer}")
     add("--warmup", type=float, default=0.02, help="share of the run (default 0.02)")
@@ -95,12 +94,16 @@ def prepare(args: argparse.Namespace) -> Setting:
     target's vocabulary."""
     started = time.monotonic()
     _check(args)
+    if args.resume and args.init_from is not None:
+        raise ConfigError("Give one of --resume and --init-from.")
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     device = torch.device(args.device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     compiled = device.type == "cuda" if args.compile is None else args.compile
     if compiled:
+        # Lengths and batch sizes vary; past the limit a function would run unfused.
+        torch._dynamo.config.recompile_limit = 32
         chain_attention.compile_rows()
         losses.compile_rows()
     shards = TokenShards(args.data, args.held_out)
@@ -159,13 +162,6 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} {value} is out of range; allowed: {low:g} to {high:g}.")
 
 
-def device_name(device: torch.device) -> str:
-    """The card's name, or the processor's architecture."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-
-
 def provenance(setting: Setting, run: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     """Everything that says where weights came from; holds no path of the machine."""
     args, shards = setting.args, setting.shards
@@ -181,8 +177,34 @@ def provenance(setting: Setting, run: dict[str, Any], extra: dict[str, Any]) -> 
         **extra,
         "device": device_name(setting.target.device),
         "dtype": str(setting.target.dtype).removeprefix("torch."),
-        "versions": _versions(),
+        "versions": versions(),
     }
+
+
+def stored_tensors(directory: Path) -> dict[str, Tensor]:
+    """The tensors of an earlier run's model.safetensors, on the CPU."""
+    path = directory / "model.safetensors"
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"Cannot read the weights in {path}: {error}.") from error
+
+
+def earlier_weights(directory: Path | None, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`fresh` with the values stored in `directory`, all of them; as they are without one."""
+    if directory is None:
+        return fresh
+    stored = stored_tensors(directory)
+    found = {}
+    for name, weight in fresh.items():
+        earlier = stored.get(name)
+        if earlier is None or earlier.shape != weight.shape:
+            seen = "absent" if earlier is None else f"of shape {list(earlier.shape)}"
+            raise ConfigError(
+                f"--init-from {directory}: {name} is {seen}, this run needs {list(weight.shape)}."
+            )
+        found[name] = earlier.to(weight)
+    return found
 
 
 def write_tensors(out: Path, tensors: dict[str, Tensor]) -> None:
@@ -209,17 +231,3 @@ def _manifests(folder: Path) -> list[dict[str, Any]]:
         digest = hashlib.sha256(content).hexdigest()
         found.append(manifest | totals | {"manifest_sha256": digest})
     return found
-
-
-def _versions() -> dict[str, str]:
-    try:
-        own = metadata.version("sgl-spec")
-    except metadata.PackageNotFoundError:
-        own = "not installed"
-    return {
-        "sgl-spec": own,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "safetensors": safetensors.__version__,
-    }

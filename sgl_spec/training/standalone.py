@@ -23,6 +23,7 @@ from sgl_spec.training.losses import soft_label_loss
 from sgl_spec.training.options import (
     Setting,
     add_common,
+    earlier_weights,
     prepare,
     provenance,
     write_json,
@@ -62,6 +63,7 @@ class StandaloneDraft:
         )
         self.student = Student(self.shape, compiled=setting.compiled)
         weights = initial_weights(self.shape, self.target.embedding, args.seed)
+        weights = earlier_weights(args.init_from, weights)
         self.weights = {name: torch.nn.Parameter(value) for name, value in weights.items()}
         self._rotary: Rotary | None = None
         self._held_out = HeldOut(

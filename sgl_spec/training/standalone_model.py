@@ -87,13 +87,13 @@ def _main_directions(embedding: Tensor, count: int) -> Tensor:
     H_t there are none: random ones follow."""
     rows = embedding.float()
     energy, vectors = torch.linalg.eigh(rows.t() @ rows)
-    found = vectors[:, energy.argsort(descending=True)].t()[:count]
+    found: Tensor = vectors[:, energy.argsort(descending=True)].t()[:count]
     missing = count - len(found)
     if missing <= 0:
         return found.contiguous()
     generator = torch.Generator().manual_seed(0)
     more = torch.randn((missing, found.shape[1]), generator=generator).to(found.device)
-    return torch.cat((found, more / more.norm(dim=-1, keepdim=True)))
+    return torch.cat((found, F.normalize(more, dim=-1)))
 
 
 class Student:
