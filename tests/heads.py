@@ -21,7 +21,7 @@ from torch import Tensor
 from sgl_spec.models.draft import DraftModel
 
 Weights = dict[str, Tensor]
-PROJECTIONS = ("q", "k", "v", "o")
+DROP = object()  # in place of a value: take the key or the tensor away
 
 
 def read_target(directory: Path) -> tuple[dict[str, Any], Weights]:
@@ -164,6 +164,23 @@ def make_eagle(directory: Path, target_dir: Path, seed: int = 1, **changes: Any)
     """A random head in EAGLE's layout for the target in `target_dir`."""
     config = head_config(read_target(target_dir)[0], **changes)
     return write_head(directory, config, eagle_weights(config, seed))
+
+
+def edit_config(directory: Path, **changes: Any) -> Path:
+    """Set or drop keys of config.json."""
+    path = directory / "config.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not DROP}))
+    return directory
+
+
+def edit(directory: Path, **changes: object) -> Path:
+    """Replace or drop stored tensors; "__" stands for a dot."""
+    path = directory / "model.safetensors"
+    stored = load_file(path) | {name.replace("__", "."): value for name, value in changes.items()}
+    kept = {name: value for name, value in stored.items() if isinstance(value, Tensor)}
+    save_file(kept, path, metadata={"format": "pt"})
+    return directory
 
 
 # --- what they compute ---
