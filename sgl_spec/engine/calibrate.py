@@ -12,6 +12,7 @@ others (attention then runs in groups).
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -29,12 +30,16 @@ from sgl_spec.speculative.tree import MAX_TREE_NODES
 if TYPE_CHECKING:
     from sgl_spec.models.decoder import Decoder
 
-ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
+logger = logging.getLogger(__name__)
+
+ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 192)
 REQUEST_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 EXTRA_ROWS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 PASSES = 4
 PREFIX = 128
-SLOW_S = 0.1  # a forward that takes longer is timed once
+SLOW_S = 0.06  # a forward that takes longer is timed once
+SETTLED = 1.05  # two times of a shape that differ by less are believed
+BUDGET_S = 3.0  # after that long no further pass begins; rounds correct what noise there is
 RECENT = 8  # rounds of about the same shape whose best time counts
 REFRESH_ROUNDS = 16
 
@@ -121,7 +126,11 @@ def measure_costs(model: Decoder, kv: KVCache, *, max_requests: int, max_rows: i
     shapes = [_split(n) for n in counts]
     shapes += [[1] * n for n in sizes]
     shapes += [[1 + i % 2 for i in range(n)] for n in sizes]
-    times = _time_shapes(model, kv, [dummy_batch(shape, slots) for shape in shapes])
+    distinct = sorted({tuple(shape) for shape in shapes}, key=sum)
+    batches = [dummy_batch(shape, slots) for shape in distinct]
+    _announce(_time_forward(model, kv, batches[0]), distinct)
+    measured = dict(zip(distinct, _time_shapes(model, kv, batches), strict=True))
+    times = [measured[tuple(shape)] for shape in shapes]
     rows = CostTable(tuple(counts), rising(times[: len(counts)]))
     single = times[len(counts) : len(counts) + len(sizes)]
     together = CostTable(tuple(sizes), rising(single))
@@ -137,15 +146,32 @@ def rising(times: Sequence[float]) -> tuple[float, ...]:
     return tuple(accumulate(reversed(times), min))[::-1]
 
 
+def _announce(single_s: float, shapes: Sequence[Sequence[int]]) -> None:
+    """Say how long the start will wait, from the time of the smallest forward. Most shapes are
+    timed twice; on a CPU some 16 rows take as long again as the first."""
+    rows = sum(map(sum, shapes))
+    seconds = single_s * (2 * len(shapes) + rows / 16)
+    logger.info("Measuring what a verify costs on this machine, about %.0f s.", max(1, seconds))
+
+
 def _time_shapes(model: Decoder, kv: KVCache, batches: list[ForwardBatch]) -> list[float]:
     """Best time of each batch (ms). The batches take turns, so that a moment in which the machine
     was busy cannot spoil all tries of one."""
-    best = [float("inf")] * len(batches)
-    for _ in range(PASSES):
-        for i, batch in enumerate(batches):
-            if not SLOW_S < best[i] < float("inf"):
-                best[i] = min(best[i], _time_forward(model, kv, batch))
-    return [seconds * 1e3 for seconds in best]
+    start = time.perf_counter()
+    seen: list[list[float]] = [[_time_forward(model, kv, batch)] for batch in batches]
+    for _ in range(PASSES - 1):
+        waiting = [i for i, times in enumerate(seen) if not _settled(times)]
+        if not waiting or time.perf_counter() - start > BUDGET_S:
+            break
+        for i in waiting:
+            seen[i].append(_time_forward(model, kv, batches[i]))
+    return [min(times) * 1e3 for times in seen]
+
+
+def _settled(times: Sequence[float]) -> bool:
+    """Whether a shape needs no further try: it is slow, or its best time came twice."""
+    first, *others = sorted(times)
+    return first > SLOW_S or bool(others and others[0] <= first * SETTLED)
 
 
 def _time_forward(model: Decoder, kv: KVCache, batch: ForwardBatch) -> float:

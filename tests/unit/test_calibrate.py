@@ -16,7 +16,7 @@ from sgl_spec.engine.calibrate import (
     measure_costs,
     rising,
 )
-from sgl_spec.layers.context import KVCache
+from sgl_spec.layers.context import ForwardBatch, KVCache
 from sgl_spec.speculative.prune import CostTable
 
 MODEL = CostModel(
@@ -65,7 +65,42 @@ def test_a_slow_forward_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(calibrate, "_time_forward", lambda *_: calls.append(1) or 1.0)
     _measure(30, requests=2, rows=2)
-    assert len(calls) == 2 + 2 + 2
+    assert len(calls) == 1 + len([[1], [2], [1, 1], [1, 2]])
+
+
+def test_a_shape_is_timed_until_its_best_time_came_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {1: [0.01, 9.0, 0.05, 0.04, 0.041], 2: [0.05, 0.05], 3: [0.05, 0.05]}
+    calls: list[int] = []
+
+    def take(_model: object, _kv: object, batch: ForwardBatch) -> float:
+        rows = len(batch.tokens) if len(batch.rows) == 1 else 3
+        calls.append(rows)
+        return times[rows][min(calls.count(rows), len(times[rows])) - 1]
+
+    monkeypatch.setattr(calibrate, "_time_forward", take)
+    monkeypatch.setattr(calibrate, "REQUEST_COUNTS", (1,))
+    monkeypatch.setattr(calibrate, "SLOW_S", 10.0)
+    model = _measure(30, requests=1, rows=2)
+    assert (calls.count(1), calls.count(2)) == (1 + 4, 2)
+    assert model.rows.ms[0] == pytest.approx(40)
+
+
+def test_no_pass_begins_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = itertools.count(0.010, -0.0005)
+    monkeypatch.setattr(calibrate, "_time_forward", lambda *_: next(times))
+    monkeypatch.setattr(calibrate, "BUDGET_S", 0.0)
+    _measure(30, requests=2, rows=2)
+    assert next(times) == pytest.approx(0.010 - 5 * 0.0005)
+
+
+def test_the_wait_is_announced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(calibrate, "_time_forward", lambda *_: 1.0)
+    with caplog.at_level("INFO"):
+        _measure(30, requests=2, rows=2)
+    # Four shapes with 1, 2, 2 and 3 rows.
+    assert "Measuring what a verify costs on this machine, about 8 s." in caplog.text
 
 
 def test_more_rows_never_cost_less() -> None:
