@@ -93,6 +93,7 @@ class GrownTrees:
         self._scores = torch.zeros(len(roots), 1, device=roots.device)  # of the rows to expand
         self._flat = torch.full_like(roots[:, None], -1)  # their indices among the candidates
         self._words = torch.zeros_like(roots[:, None])
+        self._paths = roots.new_zeros(len(roots), 1, 0)  # [B, F, depth], tokens that lead to them
         self._candidates: list[_Candidates] = []
         self._frontier: Frontier | None = None
 
@@ -107,7 +108,8 @@ class GrownTrees:
         batch, rows = self._scores.shape
         request = torch.arange(batch, device=logits.device).repeat_interleave(rows)
         positions = self.lengths[request] + self.depth
-        log_probs, tokens = self.ranking.best(logits, request, positions, ids)
+        paths = self._paths.flatten(0, 1)
+        log_probs, tokens = self.ranking.best(logits, request, positions, ids, paths)
         scores = self._scores[:, :, None] + log_probs.view(batch, rows, -1)
         found = _Candidates(
             scores=scores.flatten(1),
@@ -128,8 +130,11 @@ class GrownTrees:
         self._scores = found.scores.gather(1, order)
         self._flat = sum(c.scores.shape[1] for c in self._candidates) + order
         self._words = words
+        tokens = found.tokens.gather(1, order)
+        above = self._paths.gather(1, parents[:, :, None].expand(-1, -1, self.depth - 1))
+        self._paths = torch.cat([above, tokens[:, :, None]], 2)
         self._frontier = Frontier(
-            tokens=found.tokens.gather(1, order),
+            tokens=tokens,
             parents=parents,
             words=words,
             live=self._scores > -torch.inf,

@@ -9,7 +9,8 @@ An estimate is the softmax of scores over the row's columns:
 x: the draft's logits, T the temperature, e the typical error of the draft's logits as the target
 sees them. The target draws argmax (x + error + T g), so the best perturbed score is its token
 unless errors say otherwise; at T = 0 that is the greedy line. Tokens that top_k, top_p or min_p
-would drop, were the draft the target, are not proposed.
+would drop, were the draft the target, are not proposed. Penalties, biases and a minimum length move
+the draft's logits as they move the target's; only grammars are left to the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from sgl_spec.speculative.filters import survivors
 from sgl_spec.speculative.noise import exponential, noise_bits, row_keys
-from sgl_spec.speculative.sampling import SamplingRows, one_thread
+from sgl_spec.speculative.sampling import SamplingRows, adjust, one_thread
 
 DRAFT_ERROR = 0.7
 """e where nothing better is known. Where the target's logits are a draft's plus independent normal
@@ -46,19 +47,27 @@ class Ranking:
     error: float
 
     def best(
-        self, logits: Tensor, request: Tensor, positions: Tensor, ids: Tensor | None
+        self,
+        logits: Tensor,
+        request: Tensor,
+        positions: Tensor,
+        ids: Tensor | None = None,
+        path: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The `topk` best tokens of each row, best first: [R, K] float32 log-probabilities, -inf
         behind a row's last, and [R, K] int64 tokens, distinct where the former are finite.
 
         logits: [R, W] float32. request: [R] int64, the request of each row. positions: [R] int64,
         absolute, of the tokens proposed. ids: [W] int64, the token of each column; None where the
-        columns are the vocabulary.
+        columns are the vocabulary. path: [R, D] int64, the draft tokens that lead to each row.
         """
         scores = logits.new_full((logits.shape[0], self.topk), -torch.inf)
         tokens = torch.zeros(scores.shape, dtype=torch.int64, device=logits.device)
+        rows = None if self.sampling is None else self.sampling.select(request)
         with one_thread(logits):
-            for part, z, columns in self._scored(logits, request, positions, ids):
+            if rows is not None and _is_adjusted(rows):
+                logits, ids = _adjusted(logits, rows, positions, ids, path), None
+            for part, z, columns in self._scored(logits, rows, positions, ids):
                 value, at = _best(z, self.topk)
                 if columns is not None:
                     at = columns.gather(1, at)
@@ -67,14 +76,12 @@ class Ranking:
         return scores, tokens
 
     def _scored(
-        self, logits: Tensor, request: Tensor, positions: Tensor, ids: Tensor | None
+        self, logits: Tensor, every: SamplingRows | None, positions: Tensor, ids: Tensor | None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Row numbers [r], their scores [r, n], and the columns these belong to (None: all)."""
-        rows = self.sampling
-        if rows is None or not rows.any_sampled:
+        if every is None or not every.any_sampled:
             yield torch.arange(len(logits), device=logits.device), logits / self.error, None
             return
-        every = rows.select(request)
         greedy = every.temperature == 0
         (still,) = torch.nonzero(greedy, as_tuple=True)
         if still.numel():
@@ -108,6 +115,35 @@ class Ranking:
         tokens = (columns if ids is None else ids[columns]).to(torch.int32)
         noise = exponential(noise_bits(row_keys(rows.seed, positions), tokens)).log_()
         return x.sub_(noise.mul_(temperature)).div_(self.error)
+
+
+def _is_adjusted(rows: SamplingRows) -> bool:
+    return rows.penalties is not None or rows.bias is not None or rows.any_minimum
+
+
+def _adjusted(
+    logits: Tensor,
+    rows: SamplingRows,
+    positions: Tensor,
+    ids: Tensor | None,
+    path: Tensor | None,
+) -> Tensor:
+    """[R, V] logits by token, -inf for tokens without a column, as the target's are adjusted."""
+    named = [rows.end_ids]
+    if rows.bias is not None:
+        named += [rows.bias.ids, rows.bias.banned, rows.bias.forced]
+    vocab = max([logits.shape[1], *(int(t.max()) + 1 for t in named if t.numel())])
+    if ids is not None:
+        vocab = max(vocab, int(ids.max()) + 1)
+    if rows.penalties is not None:
+        vocab = max(vocab, rows.penalties.counts.text.shape[1])
+    x = logits.new_full((logits.shape[0], vocab), -torch.inf)
+    if ids is None:
+        x[:, : logits.shape[1]] = logits
+    else:
+        x[:, ids] = logits
+    adjust(x, rows, positions, path=path)
+    return x
 
 
 def _blocks(members: Tensor, logits: Tensor) -> tuple[Tensor, ...]:

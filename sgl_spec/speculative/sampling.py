@@ -156,7 +156,7 @@ def _blocks(
         for part in torch.split(members, step):
             block = asked.select(part)
             x = logits.index_select(0, block.index)
-            _adjust(x, block)
+            adjust(x, block.rows, block.positions, path=block.path, index=block.index, masks=masks)
             yield part, rule, x, block
 
 
@@ -173,28 +173,36 @@ def _groups(rows: SamplingRows, vocab: int) -> list[tuple[Tensor, _Rule]]:
     return [(everyone[mask], rule) for mask, rule in groups if bool(mask.any())]
 
 
-def _adjust(x: Tensor, asked: _Asked) -> None:
-    """What comes before temperature, in place."""
-    rows = asked.rows
+def adjust(
+    x: Tensor,
+    rows: SamplingRows,
+    positions: Tensor,
+    *,
+    path: Tensor | None = None,
+    index: Tensor | None = None,
+    masks: TokenMasks | None = None,
+) -> None:
+    """What comes before temperature: penalties, biases, the grammar's mask, the minimum length; in
+    place. x: [R, V], one row per draw; for the rest see `draw`."""
     if rows.penalties is not None:
-        penalise(x, rows.penalties, asked.path)
+        penalise(x, rows.penalties, path)
     if rows.bias is not None:
         add_bias(x, rows.bias)
-    _mask_tokens(x, asked)
-    _mask_enders(x, rows, asked.positions)
+    if masks is not None:
+        assert index is not None
+        _mask_tokens(x, masks, index)
+    _mask_enders(x, rows, positions)
     if rows.bias is not None:
         hold_extremes(x, rows.bias)
 
 
-def _mask_tokens(x: Tensor, asked: _Asked) -> None:
+def _mask_tokens(x: Tensor, masks: TokenMasks, index: Tensor) -> None:
     """Tokens outside the grammar's mask cannot be drawn. In place."""
-    if asked.masks is None:
-        return
-    row_of = asked.masks.row_of[asked.index]
+    row_of = masks.row_of[index]
     (masked,) = torch.nonzero(row_of >= 0, as_tuple=True)
     if masked.numel():
-        allowed = allowed_tokens(asked.masks.words[row_of[masked]], x.shape[1])
-        x[masked] = x[masked].masked_fill_(~allowed, -torch.inf)
+        allowed = allowed_tokens(masks.words[row_of[masked]], x.shape[1])
+        x[masked] = x[masked].masked_fill(~allowed, -torch.inf)
 
 
 def allowed_tokens(words: Tensor, vocab: int) -> Tensor:
@@ -214,11 +222,18 @@ def shifted_bits(words: Tensor, vocab: int) -> Tensor:
 
 
 def _mask_enders(x: Tensor, rows: SamplingRows, positions: Tensor) -> None:
-    """Before the minimum length, no token may end the request. In place."""
-    if rows.any_minimum:
-        early = positions < rows.end_from
-        held = x.gather(1, rows.end_ids)
-        x.scatter_(1, rows.end_ids, held.masked_fill(early[:, None], -torch.inf))
+    """Before the minimum length no token may end the request, as long as any other can be drawn. In
+    place."""
+    if not rows.any_minimum:
+        return
+    (early,) = torch.nonzero(positions < rows.end_from, as_tuple=True)
+    if early.numel() == 0:
+        return
+    ids, at = rows.end_ids[early], early[:, None]
+    before = x[at, ids]
+    x[at, ids] = -torch.inf
+    nothing = x[early].amax(1, keepdim=True) == -torch.inf
+    x[at, ids] = torch.where(nothing, before, -torch.inf)
 
 
 def _draw_greedy(x: Tensor, asked: _Asked) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from sgl_spec.request import SamplingParams
 from sgl_spec.speculative.grow import GrownTrees
+from sgl_spec.speculative.penalties import TokenCounts
 from sgl_spec.speculative.sampling import SamplingRows, build_rows, draw
 from sgl_spec.speculative.tree import TokenTree
 from sgl_spec.speculative.verify import sample_and_follow
@@ -318,6 +320,59 @@ def test_the_first_candidate_is_the_target_s_draw() -> None:
     plain.expand(logits)
     assert torch.equal(plain.finish().tokens[:, 1], logits.argmax(1))
     assert not torch.equal(drawn, logits.argmax(1))
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.7},
+    {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+    {"logit_bias": {3: 4.0, 5: -3.0}},
+    {"logit_bias": {1: -100, 2: -100}},
+    {"logit_bias": {7: 100, 9: 100}},
+    {"min_new_tokens": 9, "stop_token_ids": [2, 8]},
+    {"repetition_penalty": 0.8, "logit_bias": {4: 2}, "min_new_tokens": 5, "top_k": 6},
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("ids", [None, torch.randperm(VOCAB)])
+@pytest.mark.parametrize("given", SETTINGS, ids=str)
+def test_settings_that_move_logits_move_the_draft_s(
+    given: dict[str, Any], ids: Tensor | None, temperature: float
+) -> None:
+    """Those of a request with neighbours that have none: a draft that is the target is right about
+    every token, also about those that the draft's own tokens make less likely."""
+    steps, moved = 6, 0
+    for seed in range(6):
+        model = random_model(seed)
+        counts = TokenCounts(3, VOCAB)
+        params = [
+            SamplingParams(temperature=temperature, seed=seed, **(given if i == 1 else {}))
+            for i in range(3)
+        ]
+        for row in range(3):
+            counts.start(row, [0, 1, 5], [6, 6])
+        sampling = build_rows(params, [3] * 3, [2], counts=counts, request_rows=[0, 1, 2])
+        tree = grow(model, (steps, 1, steps + 1), sampling, ids=ids)
+        tree.validate(VOCAB)
+        rows = [model(b, path) for b in range(3) for path in [(), *paths_of(tree, b)]]
+        logits = torch.stack(rows)
+        if ids is not None:
+            logits = torch.empty_like(logits).index_copy_(1, ids, logits)
+        offsets, committed = torch.arange(3) * tree.width, torch.arange(3) * 7 + 3
+        accepted = sample_and_follow(tree, logits, offsets, sampling, committed)
+        assert accepted.counts.tolist() == [steps + 1] * 3
+        free = build_rows([params[0]] * 3, [3] * 3, [2])
+        unmoved = grow(model, (steps, 1, steps + 1), free, ids=ids)
+        moved += tree.tokens[1].tolist() != unmoved.tokens[1].tolist()
+    assert moved > 0, "the settings make no difference"
+
+
+def test_a_forced_token_without_a_column_is_left_to_the_target() -> None:
+    params = [SamplingParams(temperature=0, seed=1, logit_bias={10: 100, 2: -100})]
+    ids = torch.tensor([2, 4, 6])
+    tree = grow(random_model(0, 3), (2, 2, 5), build_rows(params, [3], []), batch=1, ids=ids)
+    tree.validate(VOCAB)
+    assert set(tree.tokens[0, 1:].tolist()) == {4, 6}
 
 
 def test_greedy_requests_ignore_the_noise_of_their_neighbours() -> None:
