@@ -17,9 +17,10 @@ from sgl_spec.training.shards import IntArray
 
 Ranks = npt.NDArray[np.int64]
 """[roots, steps]: how many tokens the draft prefers to the answer's, at each depth; a large number
-where the answer's token is no column of the draft."""
+(OUTSIDE) where the answer's token is no column of the draft, a larger one (BEYOND) past its end."""
 
 OUTSIDE = 1 << 30
+BEYOND = 1 << 31  # the answer ends before this depth
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,8 @@ def accept_length(per_root: list[IntArray]) -> float:
 
 def hit_rates(ranks: Ranks, best: int) -> list[float]:
     """Share of roots where, at each depth, the answer's token is among the `best` first, given
-    that it was at every depth above."""
+    that it was at every depth above; roots whose answer has ended are not counted."""
     held = np.cumprod(ranks < best, axis=1)
     above = np.concatenate((np.ones((len(ranks), 1), dtype=np.int64), held[:, :-1]), axis=1)
-    return [
-        float(held[:, step].sum() / max(1, above[:, step].sum())) for step in range(ranks.shape[1])
-    ]
+    counted = (above * (ranks != BEYOND)).sum(axis=0)
+    return [float(hits / max(1, roots)) for hits, roots in zip(held.sum(0), counted, strict=True)]

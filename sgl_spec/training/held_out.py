@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgl_spec.training.acceptance import OUTSIDE, SHAPES, accept_length, accepted, hit_rates
+from sgl_spec.training.acceptance import BEYOND, SHAPES, accept_length, accepted, hit_rates
 from sgl_spec.training.shards import IntArray, TokenBatch, TokenShards
 
 MAX_STEPS = max(shape.steps for shape in SHAPES)
@@ -68,10 +68,10 @@ class HeldOut:
 
 
 def _cut(ranks: IntArray, prompt: int, length: int) -> IntArray:
-    """[roots, MAX_STEPS] for the roots prompt .. length - 2; tokens beyond the end are outside."""
+    """[roots, MAX_STEPS] for the roots prompt .. length - 2."""
     roots = np.arange(prompt, length - 1)
     beyond = roots[:, None] + 1 + np.arange(ranks.shape[1]) >= length
-    return np.where(beyond, OUTSIDE, ranks[roots])
+    return np.where(beyond, BEYOND, ranks[roots])
 
 
 def _lengths(answers: list[IntArray]) -> dict[str, float]:
