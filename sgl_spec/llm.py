@@ -11,7 +11,8 @@ import random
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 
@@ -27,6 +28,8 @@ from sgl_spec.request import (
     SamplingParams,
     SpecStats,
     TokenizedRequest,
+    check_choices,
+    derive_seed,
 )
 from sgl_spec.text import PROMPT_TAIL, OutputText
 
@@ -52,16 +55,43 @@ class Completion:
 
 
 class LLM:
-    """A model in this process. `flags` are the server's options by field name.
+    """A model in this process. `flags` are the server's options by field name; SGLang's other flags
+    are accepted or refused as on the command line.
 
     Calls from several threads wait for each other; give one call several prompts to batch them.
+    The memory is given back by `shutdown`, or at the end of a `with` block.
     """
 
     def __init__(self, model_path: str = "smollm2", **flags: Any) -> None:
-        self.engine = Engine(ServerArgs(model_path=model_path, **flags))
+        args = ServerArgs.from_keywords(model_path=model_path, **flags)
+        self._engine: Engine | None = Engine(args)
         self._seeds = random.Random(self.engine.args.random_seed)
         self._serial = 0
         self._lock = threading.Lock()
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the model; a `RuntimeError` after `shutdown`."""
+        if self._engine is None:
+            raise RuntimeError("This LLM was shut down; make another one.")
+        return self._engine
+
+    def shutdown(self) -> None:
+        """Let go of the model and its memory, when a call in another thread has ended. Doing it
+        twice does nothing."""
+        with self._lock:
+            self._engine = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a raw text, special tokens added as the tokenizer says."""
@@ -72,35 +102,49 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: Params | Sequence[Params] = None,
         logprobs: LogprobParams | Sequence[LogprobParams | None] | None = None,
+        *,
+        sampling_params: Params | Sequence[Params] = None,
     ) -> list[Completion]:
         """Complete one prompt or several (texts or id lists) together; results in their order.
 
-        sampling: one for all or one each; a mapping names fields of `SamplingParams`. logprobs:
-        what to report of log-probabilities, one for all or one each; None is nothing. Raises
+        sampling: one for all or one each; a mapping names fields of `SamplingParams`, and may hold
+        `n` for that many completions of its prompt, which follow each other in the result (their
+        seeds are derived as over HTTP). `sampling_params` is another word for it. logprobs: what to
+        report of log-probabilities, one for all or one each; None is nothing. Raises
         `InvalidRequestError` before anything runs if a prompt or a field cannot be served.
         """
+        if sampling is not None and sampling_params is not None:
+            raise InvalidRequestError(
+                "sampling and sampling_params mean the same; give one of them.", param="sampling"
+            )
+        given = sampling_params if sampling is None else sampling
         batch = _as_batch(prompts)
-        params = _per_prompt("sampling", sampling, SamplingParams | Mapping, len(batch))
+        params = _per_prompt("sampling", given, SamplingParams | Mapping, len(batch))
         asks = _per_prompt("logprobs", logprobs, LogprobParams, len(batch))
         with self._lock:
-            requests = [self._request(*one) for one in zip(batch, params, asks, strict=True)]
+            made = [self._requests(*one) for one in zip(batch, params, asks, strict=True)]
+            requests = [request for of_prompt in made for request in of_prompt]
             chunks = self._run(requests)
-        return [self._completion(request, chunks[request.rid]) for request in requests]
+            return [self._completion(request, chunks[request.rid]) for request in requests]
 
-    def _request(
+    def _requests(
         self, prompt: Prompt, params: Params, logprobs: LogprobParams | None
-    ) -> TokenizedRequest:
+    ) -> list[TokenizedRequest]:
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        sampling = _as_params(params)
-        if sampling.seed is None:
-            sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(SEED_BITS))
+        sampling, choices = _as_params(params)
         self._check(ids, sampling)
         if logprobs is not None:
             logprobs.check(self.engine.model.config.vocab_size, len(ids))
-        self._serial += 1
-        return TokenizedRequest(
-            rid=f"offline-{self._serial}", input_ids=ids, sampling=sampling, logprobs=logprobs
-        )
+        seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
+        made = []
+        for choice in range(choices):
+            self._serial += 1
+            seeded = msgspec.structs.replace(sampling, seed=derive_seed(seed, choice))
+            rid = f"offline-{self._serial}"
+            made.append(
+                TokenizedRequest(rid=rid, input_ids=ids, sampling=seeded, logprobs=logprobs)
+            )
+        return made
 
     def _check(self, ids: list[int], sampling: SamplingParams) -> None:
         vocab = self.engine.model.config.vocab_size
@@ -181,16 +225,39 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _as_params(params: Params) -> SamplingParams:
+def _as_params(params: Params) -> tuple[SamplingParams, int]:
+    """The parameters, and how many completions they ask for."""
     if isinstance(params, SamplingParams):
-        return params
+        return params, 1
+    fields = dict(params or {})
+    choices = fields.pop("n", 1)
+    if type(choices) is not int:
+        raise InvalidRequestError(f"n must be an integer, got {choices!r}.", param="n")
+    check_choices(choices, "n")
+    _take_seed(fields)
+    if isinstance(fields.get("stop"), str):
+        fields["stop"] = (fields["stop"],)
     allowed = SamplingParams.__struct_fields__
-    for name in params or {}:
+    for name in fields:
         if name not in allowed:
+            known = ", ".join((*allowed, "n", "sampling_seed"))
             raise InvalidRequestError(
-                f"sampling: {name!r} is not one of {', '.join(allowed)}.", param="sampling"
+                f"sampling: {name!r} is not one of {known}.", param="sampling"
             )
     try:
-        return msgspec.convert(dict(params or {}), SamplingParams, strict=True, str_keys=True)
+        return msgspec.convert(fields, SamplingParams, strict=True, str_keys=True), choices
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"sampling: {error}", param="sampling") from error
+
+
+def _take_seed(fields: dict[str, Any]) -> None:
+    """SGLang's name of the seed becomes ours."""
+    other = fields.pop("sampling_seed", None)
+    if other is None:
+        return
+    if fields.get("seed", other) != other:
+        raise InvalidRequestError(
+            f"seed and sampling_seed mean the same and differ: {fields['seed']} and {other}.",
+            param="sampling_seed",
+        )
+    fields["seed"] = other

@@ -17,6 +17,7 @@ MAX_LOGPROB_IDS = 1024
 # Bounds a reply: listed alternatives over all reported prompt positions.
 MAX_PROMPT_LOGPROBS = 1 << 21
 SEED_BITS = 63
+MAX_CHOICES = 128  # of one prompt
 GrammarKind = Literal["json_schema", "regex", "ebnf"]
 GRAMMAR_KINDS: tuple[GrammarKind, ...] = ("json_schema", "regex", "ebnf")
 MAX_GRAMMAR_CHARS = 1 << 18
@@ -304,3 +305,26 @@ class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     arrival: float = 0.0
     logprobs: LogprobParams | None = None
+
+
+def derive_seed(seed: int, choice: int) -> int:
+    """The seed of choice `choice` of a request with n > 1: the seed itself for choice 0.
+
+    Others take the finaliser of SplitMix64 (Steele, Lea, Flood 2014) at the `choice`-th step of its
+    counter, cut to 63 bits.
+    """
+    if choice == 0:
+        return seed
+    mask = 2**64 - 1
+    z = (seed + choice * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return (z ^ (z >> 31)) >> (64 - SEED_BITS)
+
+
+def check_choices(n: int, where: str) -> None:
+    """Raise unless 1 <= n <= `MAX_CHOICES`."""
+    if not 1 <= n <= MAX_CHOICES:
+        raise InvalidRequestError(
+            f"{where} must be an integer from 1 to {MAX_CHOICES}, got {n}.", param=where
+        )

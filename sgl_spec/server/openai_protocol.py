@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from sgl_spec.errors import InvalidRequestError, NotFoundError
-from sgl_spec.request import LogprobParams
+from sgl_spec.request import LogprobParams, check_choices
 from sgl_spec.server.fields import (
     BOOLEAN,
     INTEGER,
@@ -26,7 +26,7 @@ from sgl_spec.server.fields import (
     read_object,
     refuse,
 )
-from sgl_spec.server.requests import Asked, check_choices
+from sgl_spec.server.requests import Asked
 from sgl_spec.server.sampling import OPENAI, SamplingDefaults, sampling_of
 
 MAX_OPENAI_LOGPROBS = 20

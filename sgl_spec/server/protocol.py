@@ -9,7 +9,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from sgl_spec.errors import InvalidRequestError
-from sgl_spec.request import LogprobParams, TokenizedRequest
+from sgl_spec.request import LogprobParams, TokenizedRequest, check_choices
 from sgl_spec.server.fields import (
     BOOLEAN,
     ID_LISTS,
@@ -28,7 +28,7 @@ from sgl_spec.server.fields import (
 )
 from sgl_spec.server.logprobs import NativeLogprobs
 from sgl_spec.server.output import Output
-from sgl_spec.server.requests import Asked, check_choices
+from sgl_spec.server.requests import Asked
 from sgl_spec.server.sampling import NATIVE, sampling_of
 
 FLAGS = Kind(

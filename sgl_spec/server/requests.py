@@ -12,18 +12,21 @@ from typing import Any
 import msgspec
 
 from sgl_spec.errors import InvalidRequestError
-from sgl_spec.request import SEED_BITS, LogprobParams, SamplingParams, TokenizedRequest
+from sgl_spec.request import (
+    SEED_BITS,
+    LogprobParams,
+    SamplingParams,
+    TokenizedRequest,
+    derive_seed,
+)
 from sgl_spec.server.fields import preview
 from sgl_spec.server.model_info import ModelInfo
 from sgl_spec.server.tokenizer import ServerTokenizer
 
-MAX_CHOICES = 128
 MAX_REQUESTS_PER_CALL = 4096
 MAX_RID_CHARS = 512
 # Longer texts are tokenised in a thread: they take milliseconds, which other streams would feel.
 INLINE_CHARS = 8192
-
-_MASK = 2**64 - 1
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,20 +71,6 @@ async def encode(tokenizer: ServerTokenizer, text: str, add_special_tokens: bool
 def fresh_rid() -> str:
     """A request name that nobody has used."""
     return uuid.uuid4().hex
-
-
-def derive_seed(seed: int, choice: int) -> int:
-    """The seed of choice `choice` of a request with n > 1: the seed itself for choice 0.
-
-    Others take the finaliser of SplitMix64 (Steele, Lea, Flood 2014) at the `choice`-th step of its
-    counter, cut to 63 bits.
-    """
-    if choice == 0:
-        return seed
-    z = (seed + choice * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (z ^ (z >> 31)) >> (64 - SEED_BITS)
 
 
 class RequestMaker:
@@ -207,14 +196,6 @@ def check_ids(ids: Sequence[int], where: str, vocab_size: int) -> None:
         raise InvalidRequestError(
             f"{where}[{index}] must be a token id from 0 to {vocab_size - 1}, got {ids[index]}.",
             param=where,
-        )
-
-
-def check_choices(n: int, where: str) -> None:
-    """Raise unless 1 <= n <= `MAX_CHOICES`."""
-    if not 1 <= n <= MAX_CHOICES:
-        raise InvalidRequestError(
-            f"{where} must be an integer from 1 to {MAX_CHOICES}, got {n}.", param=where
         )
 
 

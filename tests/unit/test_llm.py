@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from sgl_spec import LLM
-from sgl_spec.errors import InvalidRequestError
+from sgl_spec.errors import ConfigError, InvalidRequestError
+from sgl_spec.request import derive_seed
 
 GREEDY = {"temperature": 0, "max_new_tokens": 20}
 
@@ -48,6 +53,9 @@ def test_calls_from_threads_do_not_mix(llm: LLM) -> None:
         ("a", {"max_new_tokens": "ten"}, "max_new_tokens"),
         ("a", {"max_new_tokens": 2048}, "context of 2048"),
         (["a", "b"], [GREEDY], "1 entries for 2 prompts"),
+        ("a", {"n": 0}, "n must be an integer from 1 to 128, got 0"),
+        ("a", {"n": True}, "n must be an integer, got True"),
+        ("a", {"seed": 1, "sampling_seed": 2}, "seed and sampling_seed mean the same and differ"),
     ],
 )
 def test_what_cannot_be_served_is_named_before_anything_runs(
@@ -56,6 +64,61 @@ def test_what_cannot_be_served_is_named_before_anything_runs(
     with pytest.raises(InvalidRequestError, match=named):
         llm.generate(prompts, sampling)  # type: ignore[arg-type]
     assert not llm.engine.has_work
+
+
+def test_sampling_has_sglang_s_names_too(llm: LLM) -> None:
+    (ours,) = llm.generate("The harbour", {"seed": 5, "max_new_tokens": 12, "stop": ("q",)})
+    for also in ({}, {"seed": 5}):
+        given = {"sampling_seed": 5, "max_new_tokens": 12, "stop": "q", **also}
+        (theirs,) = llm.generate("The harbour", sampling_params=given)
+        assert (theirs.output_ids, theirs.seed) == (ours.output_ids, 5)
+    with pytest.raises(InvalidRequestError, match="sampling and sampling_params mean the same"):
+        llm.generate("a", GREEDY, sampling_params=GREEDY)
+
+
+def test_n_completions_have_the_seeds_they_have_over_http(llm: LLM) -> None:
+    prompts = ["The harbour", "Nobody"]
+    found = llm.generate(prompts, {"n": 3, "seed": 42, "max_new_tokens": 12})
+    assert [one.seed for one in found] == [derive_seed(42, i) for i in range(3)] * 2
+    for prompt, ones in zip(prompts, (found[:3], found[3:]), strict=True):
+        for one in ones:
+            (again,) = llm.generate(prompt, {"seed": one.seed, "max_new_tokens": 12})
+            assert again.output_ids == one.output_ids
+    several = llm.generate(prompts, [{"n": 2, "max_new_tokens": 4}, {"max_new_tokens": 5}])
+    assert [len(one.output_ids) for one in several] == [4, 4, 5]
+
+
+def test_after_shutdown_the_engine_is_gone(tiny_model_dir: Path) -> None:
+    with LLM(str(tiny_model_dir), max_total_tokens=200) as llm:
+        kept = weakref.ref(llm.engine.model)
+        assert len(llm.generate("a", {"max_new_tokens": 2})[0].output_ids) == 2
+    gc.collect()
+    assert kept() is None
+    llm.shutdown()
+    with pytest.raises(RuntimeError, match="was shut down"):
+        llm.generate("a", GREEDY)
+
+
+def test_flags_of_sglang_are_taken_as_on_the_command_line(tiny_model_dir: Path) -> None:
+    with LLM(str(tiny_model_dir), max_total_tokens=200, tp_size=1, disable_cuda_graph=True) as llm:
+        assert len(llm.generate("a", {"max_new_tokens": 1})) == 1
+    with pytest.raises(ConfigError, match="--tp-size 2 is not supported"):
+        LLM(str(tiny_model_dir), tp_size=2)
+
+
+def test_weights_and_pool_share_the_memory_that_is_given(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = SimpleNamespace(available=40_000_000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    with LLM(str(tiny_model_dir), mem_fraction_static=0.5) as llm:
+        memory, weights = llm.engine.info["memory"], llm.engine.model.weight_bytes
+        one_more = llm.engine.model.kv_bytes_per_token / 1e9
+    assert memory["weight"] + memory["kvcache"] <= 0.02
+    assert memory["weight"] + memory["kvcache"] + one_more > 0.02
+    free.available = weights
+    with pytest.raises(ConfigError, match=r"holds only 0 KV slots.*larger --mem-fraction-static"):
+        LLM(str(tiny_model_dir), mem_fraction_static=0.9)
 
 
 @pytest.mark.parametrize("page", [1, 4, 16])

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_spec.errors import InvalidRequestError, NotFoundError
-from sgl_spec.request import SamplingParams
+from sgl_spec.request import MAX_CHOICES, SamplingParams
 from sgl_spec.server.fields import INTEGER, STRINGS, Ignore, Refuse, Table, Use, read_object
 from sgl_spec.server.grammar import GRAMMAR
 from sgl_spec.server.openai_protocol import CHAT, COMPLETIONS, read_chat, read_completions
 from sgl_spec.server.protocol import GENERATE, read_generate
-from sgl_spec.server.requests import MAX_CHOICES
 from sgl_spec.server.sampling import NATIVE, OPENAI, SAMPLING_FIELDS, SamplingDefaults
 
 
