@@ -68,7 +68,8 @@ def plain(
     """Step-by-step decoding: ids, kind of finish, and what matched."""
     assert params.grammar is not None
     stop = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
-    constraint = Constraint(compile_counting(params.grammar), stop, VOCAB)
+    least = params.min_new_tokens
+    constraint = Constraint(compile_counting(params.grammar), stop, VOCAB, least)
     rows = build_rows([params], [len(prompt)], [EOS])
     output: list[int] = []
     while len(output) < params.max_new_tokens:
@@ -76,7 +77,8 @@ def plain(
         masks = TokenMasks(torch.from_numpy(constraint.words[None].copy()), torch.tensor([0]))
         logits = model.next_logits(ids)
         output.append(int(draw(logits, rows, torch.tensor([len(ids)]), masks=masks)))
-        if output[-1] in stop and len(output) >= params.min_new_tokens:
+        assert constraint.allows(output[-1])
+        if output[-1] in stop and len(output) >= least:
             return output, "stop", output[-1]
         place = constraint.commit(output[-1])
         if place is not Place.OPEN:

@@ -102,10 +102,13 @@ class GrammarJobs:
         """Wait until some job ends, for at most so long."""
         self._bell.wait(seconds)
 
-    def constraint(self, job: CompileJob, end_ids: Iterable[int]) -> Constraint:
-        """A finished job's grammar for one request, which `end_ids` end."""
+    def constraint(
+        self, job: CompileJob, end_ids: Iterable[int], min_new_tokens: int = 0
+    ) -> Constraint:
+        """A finished job's grammar for one request, which `end_ids` end from its minimum length
+        on."""
         assert job.automaton is not None
-        return Constraint(job.automaton.restart(), end_ids, self._vocab_size)
+        return Constraint(job.automaton.restart(), end_ids, self._vocab_size, min_new_tokens)
 
     def _has_room(self, now: float) -> bool:
         timely = sum(not job.overdue(now) for job in self._running.values())

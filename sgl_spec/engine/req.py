@@ -127,7 +127,8 @@ class Req:
 
     def _end_at(self, token: int) -> FinishReason | None:
         text = self.stops.push(token) if self.stops is not None else None
-        if self.output_len >= self.sampling.min_new_tokens:
+        legal = self.constraint is None or self.constraint.allows(token)
+        if legal and self.output_len >= self.sampling.min_new_tokens:
             if token in self.stop_ids:
                 return FinishReason(kind="stop", matched=token)
             if text is not None:

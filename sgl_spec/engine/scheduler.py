@@ -168,7 +168,7 @@ class Scheduler:
             self._refuse_grammar(req, job.error)
             return
         assert self.grammars is not None
-        req.constraint = self.grammars.constraint(job, req.stop_ids)
+        req.constraint = self.grammars.constraint(job, req.stop_ids, req.sampling.min_new_tokens)
         self._stop_compiling(req)
         req.phase = Phase.WAITING
         self.waiting.append(req)

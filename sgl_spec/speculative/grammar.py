@@ -65,25 +65,44 @@ class Place(Enum):
 class Constraint:
     """A request's grammar and how far its committed output has come in it.
 
-    end_ids: tokens that end the request; they may be drawn where the text may end. words: the mask
-    of the next token, [ceil(V / 32)] int32. problem: why the place is BROKEN.
+    end_ids: tokens that end the request; from the minimum length on they may be drawn where the
+    text may end. min_new_tokens: the minimum length, see `ends`. words: the mask of the next token,
+    [ceil(V / 32)] int32. problem: why the place is BROKEN.
     """
 
-    def __init__(self, automaton: Automaton, end_ids: Iterable[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        automaton: Automaton,
+        end_ids: Iterable[int],
+        vocab_size: int,
+        min_new_tokens: int = 0,
+    ) -> None:
         self.words: Words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
         self.end_ids = frozenset(end_ids)
+        self.min_new_tokens = min_new_tokens
         self.problem = ""
         self._automaton = automaton
         self._committed: list[int] = []
+        self._depth = 0  # tokens up to where the automaton stands, drafted ones included
         self._end_bits = np.zeros_like(self.words)
         for token in self.end_ids:
             self._end_bits[token >> 5] |= bit(token)
         self.place = self._look(self.words)
 
+    def allows(self, token: int) -> bool:
+        """Whether the next output token may be this one."""
+        return has_token(self.words, token)
+
+    def ends(self, token: int) -> bool:
+        """Whether this token, drawn where the automaton stands, ends the request. An end id that
+        is drawn earlier, since the grammar leaves nothing else, is a token like any other."""
+        return token in self.end_ids and self._depth + 1 >= self.min_new_tokens
+
     def commit(self, token: int) -> Place:
         """Take an output token (not one that ends the request); where the text stands now."""
-        allowed = has_token(self.words, token)
+        allowed = self.allows(token)
         self._committed.append(token)
+        self._depth += 1
         if allowed and self._automaton.step(token):
             self.place = self._look(self.words)
         else:
@@ -96,6 +115,7 @@ class Constraint:
 
         ENDED and BROKEN leave `words` meaningless.
         """
+        self._depth += 1
         if self._automaton.step(token):
             return self._look(words)
         return Place.BROKEN
@@ -103,6 +123,7 @@ class Constraint:
     def leave(self, path: Sequence[int]) -> None:
         """Go back up to the drafted path that led to the node left. A broken automaton is built
         anew from the text."""
+        self._depth -= 1
         if self._automaton.error is None:
             self._automaton.rollback(1)
             return
@@ -120,7 +141,7 @@ class Constraint:
         if not words.any():
             self.problem = "" if may_end else "no token of the vocabulary continues the text"
             return Place.ENDED if may_end else Place.BROKEN
-        if may_end:
+        if may_end and self._depth >= self.min_new_tokens:
             words |= self._end_bits
         return Place.OPEN
 
@@ -196,8 +217,8 @@ class _Walk:
             token = self._tokens[kid]
             if not has_token(mask, token):
                 continue
-            if token in self._constraint.end_ids:
-                self.legal[kid] = True  # drawing it ends the request: nothing follows
+            if self._constraint.ends(token):
+                self.legal[kid] = True  # nothing follows
             else:
                 self._enter(kid, token)
 

@@ -171,4 +171,6 @@ def residual_draw(seed: Tensor, positions: Tensor, depth: int | Tensor, weights:
     the tokens, in the round."""
     keys = stream_keys(seed, positions, Stream.RESIDUAL, depth)
     tokens = torch.arange(weights.shape[1], dtype=torch.int32, device=weights.device)
+    # Noise over weights below the normal range would be infinite for all tokens alike.
+    weights = weights / weights.amax(1, keepdim=True)
     return exponential(noise_bits(keys, tokens)).div_(weights).argmin(1)

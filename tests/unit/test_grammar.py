@@ -215,14 +215,19 @@ def test_places() -> None:
     assert "no token of the vocabulary" in stuck.problem
 
 
+RULE_OPTIONS: dict[str, dict[str, object]] = {
+    "follow": {},
+    "rejection": {"rejection": True},
+    "block": {"block": True},
+    "thresholds": {"threshold_single": 0.02},
+}
+
+
 @pytest.mark.parametrize("rule", ["rejection", "block", "thresholds"])
 def test_no_acceptance_rule_leaves_the_grammar(rule: str) -> None:
     """Drafts of a drafter that knows no grammar; every token that comes out is one of its mask."""
     shape = topology(4, 1, 5) if rule == "block" else topology(2, 3, 8)
-    options = (
-        {"threshold_single": 0.02} if rule == "thresholds" else {rule: True, "rejection": True}
-    )
-    judge = make_rule(**options)  # type: ignore[arg-type]
+    judge = make_rule(**RULE_OPTIONS[rule])  # type: ignore[arg-type]
     rng, generator = random.Random(1), torch.Generator().manual_seed(1)
     accepted = 0
     for trial in range(40):
@@ -251,17 +256,56 @@ def test_no_acceptance_rule_leaves_the_grammar(rule: str) -> None:
     assert accepted > 20, "the rule accepted nothing"
 
 
-def sampled_tree(parents: Sequence[int], generator: torch.Generator) -> TokenTree:
-    """Three trees of one shape with distinct siblings, and uniform q to judge them by."""
+@pytest.mark.parametrize("rule", RULE_OPTIONS)
+def test_end_ids_that_are_all_the_grammar_leaves_do_not_end_before_the_minimum(rule: str) -> None:
+    """They are tokens like any other there: drafts behind them stay in the grammar, and from the
+    minimum length on they end the request."""
+    shape = topology(4, 1, 5) if rule == "block" else topology(2, 3, 8)
+    judge = make_rule(**RULE_OPTIONS[rule])  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(2)
+    behind = 0
+    for trial in range(40):
+        least, every = 2 + trial % 4, range(VOCAB)
+        one = Constraint(Counting(1, 12), every, VOCAB, least)
+        one.commit(listed(one.words)[trial % 3])
+        tree = sampled_tree(shape.parents, generator, batch=1)
+        masked = mask_tree(tree, [one], drop=not judge.samples)
+        params = SamplingParams(
+            seed=trial, temperature=trial % 2, min_new_tokens=least, stop_token_ids=tuple(every)
+        )
+        logits = torch.randn(int(masked.num_nodes), VOCAB, generator=generator)
+        logits[:, tree.tokens[0]] += 3
+        rows, zero = build_rows([params], [4], [EOS]), torch.zeros(1, dtype=torch.int64)
+        result = judge(masked, logits, zero, rows, torch.tensor([4]), masks=token_masks(masked))
+        for depth, token in enumerate(result.tokens[0, : result.counts[0]].tolist()):
+            assert one.allows(token)
+            behind += depth > 0
+            if depth + 2 >= least:
+                break
+            assert one.commit(token) is Place.OPEN
+    assert behind > 4, "no draft behind an end id was accepted"
+
+
+def test_the_texts_end_is_not_drawn_before_the_minimum() -> None:
+    """Even where the text may end and its other continuations are end ids as well."""
+    one = Constraint(Counting(0, 12), [EOS, *range(9, VOCAB)], VOCAB, 2)
+    assert not one.allows(EOS)
+    one.commit(listed(one.words)[0])
+    assert not one.allows(EOS)
+    one.commit(listed(one.words)[0])
+    assert one.allows(EOS)
+
+
+def sampled_tree(parents: Sequence[int], generator: torch.Generator, batch: int = 3) -> TokenTree:
+    """Trees of one shape with distinct siblings, and uniform q to judge them by."""
     size = len(parents)
-    order = torch.rand(3, VOCAB, generator=generator).argsort(1)[:, :size]
+    order = torch.rand(batch, VOCAB, generator=generator).argsort(1)[:, :size]
+    probs, row_of = torch.full((1, VOCAB), 1 / VOCAB), torch.zeros(batch, size, dtype=torch.int64)
     return TokenTree(
         tokens=order,
-        parents=torch.tensor(parents).expand(3, -1).clone(),
-        num_nodes=torch.full((3,), size),
-        draft=DraftProbs(
-            probs=torch.full((1, VOCAB), 1 / VOCAB), row_of=torch.zeros(3, size, dtype=torch.int64)
-        ),
+        parents=torch.tensor(parents).expand(batch, -1).clone(),
+        num_nodes=torch.full((batch,), size),
+        draft=DraftProbs(probs=probs, row_of=row_of),
     )
 
 
@@ -317,9 +361,9 @@ def requests(rng: random.Random, count: int) -> dict[str, tuple[list[int], Sampl
             temperature=float(i % 2),
             seed=i,
             max_new_tokens=rng.choice([3, 20, 40]),
-            min_new_tokens=rng.choice([0, 0, 3]),
+            min_new_tokens=rng.choice([0, 0, 3, 9]),
             ignore_eos=rng.random() < 0.4,
-            stop_token_ids=rng.choice([(), (rng.randrange(1, VOCAB),)]),
+            stop_token_ids=rng.choice([(), (rng.randrange(1, VOCAB),), tuple(range(VOCAB))]),
         )
         prompt = [i + 1, *(rng.randrange(1, VOCAB) for _ in range(rng.randrange(30)))]
         made[str(i)] = (prompt, params)

@@ -31,6 +31,7 @@ from sgl_spec.request import SamplingParams
 from sgl_spec.speculative.rules import AcceptanceRule, make_rule
 from sgl_spec.speculative.sampling import build_rows
 from sgl_spec.speculative.topology import Topology, topology
+from sgl_spec.speculative.walk import residual_draw
 
 FOLLOW, REJECTION, BLOCK = make_rule(), make_rule(rejection=True), make_rule(block=True)
 CHAIN1, CHAIN2, CHAIN4 = (topology(n, 1, n + 1) for n in (1, 2, 4))
@@ -284,3 +285,13 @@ def test_the_published_example_of_block_verification() -> None:
     p, q = (1 / 3, 2 / 3), (2 / 3, 1 / 3)
     assert as_block(p, q, 2).kept == pytest.approx(11 / 9)
     assert one_by_one(p, q, 2).kept == pytest.approx(10 / 9)
+
+
+def test_a_residual_of_the_smallest_weights_still_gives_a_token_that_has_one() -> None:
+    """Noise over a subnormal weight alone is infinite, for every token alike."""
+    seeds, zero = torch.arange(4000), torch.zeros(4000, dtype=torch.int64)
+    small = torch.tensor([0.0, 3.0, 0.0, 1.0]) * 2.0**-148
+    assert small.max() > 0
+    drawn = residual_draw(seeds, zero, 1, small.expand(4000, -1))
+    assert set(drawn.tolist()) == {1, 3}
+    assert abs(float((drawn == 1).double().mean()) - 0.75) < 0.04

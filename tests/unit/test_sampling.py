@@ -412,6 +412,37 @@ def test_rows_with_different_end_ids_share_a_batch() -> None:
     assert draw(LOGITS.expand(3, -1), rows_of(*params), torch.zeros(3).long()).tolist() == [6, 0, 1]
 
 
+def test_the_minimum_gives_way_where_it_would_leave_no_token() -> None:
+    """As without it, of what the grammar's mask leaves."""
+    every = tuple(range(len(LOGITS)))
+    words = torch.tensor([[0b1100]], dtype=torch.int32)
+    masks = TokenMasks(words, torch.zeros(1, dtype=torch.int64))
+    for extra in ({"temperature": 0}, {}, {"top_k": 3}, {"top_k": 1}):
+        seeds, where = torch.arange(400), torch.zeros(400, dtype=torch.int64)
+        for mask, stop in ((None, every), (masks, every), (masks, (2, 3))):
+            held = SamplingParams(seed=0, min_new_tokens=5, stop_token_ids=stop, **extra)
+            free = SamplingParams(seed=0, **extra)
+            found = []
+            for params in (held, free):
+                rows = repeat(rows_of(params), 400)
+                rows.seed.copy_(seeds)
+                options = {"index": where, "masks": mask}
+                found.append(draw(LOGITS[None], rows, where, **options))
+                found.append(final_probs(LOGITS[None], rows, where, **options))
+            assert torch.equal(found[0], found[2])
+            assert torch.equal(found[1], found[3])
+            assert mask is None or set(found[0].tolist()) <= {2, 3}
+
+
+def test_the_minimum_holds_beside_a_row_where_it_gives_way() -> None:
+    every = tuple(range(len(LOGITS)))
+    params = [
+        SamplingParams(seed=0, temperature=0, min_new_tokens=2, stop_token_ids=every),
+        SamplingParams(seed=0, temperature=0, min_new_tokens=2, stop_token_ids=(0,)),
+    ]
+    assert draw(LOGITS.expand(2, -1), rows_of(*params), torch.zeros(2).long()).tolist() == [0, 1]
+
+
 # --- what a draw may not depend on ----------------------------------------------------------------
 
 MIXED = [
