@@ -12,6 +12,7 @@ from typing import Any
 import plain
 import pytest
 import torch
+from draft_rig import disturbed
 from drafting import drafter_options
 from rule_world import LEVEL, likely_p_value
 from serving import Launch
@@ -57,10 +58,18 @@ def make(model: Path, drafter: str = "SAMPLER", *, check: bool = True, **flags: 
         "max_running_requests": 48,
         "max_total_tokens": 8192,
     }
+    if drafter == "STANDALONE":
+        options["speculative_draft_model_path"] = str(nearly(model))
     llm = LLM(str(model), **(options | flags))
     scheduler = llm.engine.scheduler
     scheduler.limits = dataclasses.replace(scheduler.limits, check_every_step=check)
     return llm
+
+
+def nearly(model: Path) -> Path:
+    """A draft model that is the target, disturbed."""
+    draft = model.with_name(f"{model.name}-disturbed")
+    return draft if draft.exists() else disturbed(model, draft, 0.3)
 
 
 def finished(llm: LLM) -> None:
@@ -148,6 +157,8 @@ def check_distribution(
         ("tree", "SAMPLER", FILTERS),
         ("tree", "HALF_SAMPLER", PENALTIES),
         ("block", "SAMPLER", PENALTIES),
+        ("tree", "STANDALONE", PENALTIES),
+        ("block", "STANDALONE", FILTERS),
     ],
 )
 def test_outputs_have_the_targets_distribution(
@@ -162,7 +173,7 @@ def test_many_outputs_of_chains_have_the_targets_distribution(small_dir: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [FILTERS, PENALTIES], ids=["filters", "penalties"])
-@pytest.mark.parametrize("drafter", ["SAMPLER", "HALF_SAMPLER"])
+@pytest.mark.parametrize("drafter", ["SAMPLER", "HALF_SAMPLER", "STANDALONE"])
 @pytest.mark.parametrize("rule", RULES)
 def test_many_outputs_have_the_targets_distribution(
     small_dir: Path, rule: str, drafter: str, settings: dict[str, Any]
