@@ -56,7 +56,12 @@ class Eagle3Draft:
         self.shape = HeadShape.beside(config, len(self.vocabulary.ids), args.intermediate)
         self.head = Head(self.shape, compiled=setting.compiled)
         weights = initial_weights(self.shape, self.target, self.vocabulary.ids, args.seed)
+        rms = self._feature_rms()
+        weights["fc.weight"] /= rms[-self.shape.hidden :].square().mean().sqrt()
         weights = earlier_weights(args.init_from, weights)
+        # Powers of two: the effective weights are those of the parameter, whatever the dtype.
+        self.constants = {"fc_scale": torch.exp2(-rms.log2().round())}
+        weights["fc.weight"] /= self.constants["fc_scale"]
         self.weights = {name: torch.nn.Parameter(value) for name, value in weights.items()}
         self._ids = self.vocabulary.ids.to(self.target.device)
         self._columns = self.vocabulary.columns().to(self.target.device)
@@ -125,7 +130,7 @@ class Eagle3Draft:
         out: Path = self.setting.args.out
         tensors = {
             name: weight.detach().to("cpu", torch.bfloat16).contiguous()
-            for name, weight in self.weights.items()
+            for name, weight in self._effective().items()
         }
         ids = self.vocabulary.ids
         tensors["d2t"] = ids - torch.arange(len(ids))
@@ -180,8 +185,31 @@ class Eagle3Draft:
             "vocab_size": self.vocabulary.vocab_size,
         }
 
+    @torch.no_grad()
+    def _feature_rms(self) -> Tensor:
+        """[3 H_t] float32: root mean square of each captured channel over one training batch."""
+        args, shards = self.setting.args, self.setting.shards
+        length = min(args.max_len, args.batch_tokens)
+        batches = shards.batches(
+            shards.training(), tokens=args.batch_tokens, max_len=length, seed=args.seed
+        )
+        batch = next(batches)
+        captured = self.target.forward(batch.tokens.to(self.target.device), self.layers).captured
+        assert captured is not None
+        columns = torch.arange(batch.tokens.shape[1])
+        # The first rows of a text have features far larger than all others.
+        inside = (columns >= self.steps) & (columns < batch.lens[:, None])
+        rows = captured[inside.to(captured.device)].float()
+        return rows.square().mean(dim=0).sqrt().clamp(min=1e-6)
+
+    def _effective(self) -> Weights:
+        """The weights that the head computes with. Captured channels differ by orders of magnitude;
+        the parameter of `fc` is for channels of unit size, so that one learning rate fits it."""
+        weights: Weights = dict(self.weights)
+        return weights | {"fc.weight": weights["fc.weight"] * self.constants["fc_scale"]}
+
     def _cast(self) -> Weights:
-        return {name: weight.to(self.target.dtype) for name, weight in self.weights.items()}
+        return {name: weight.to(self.target.dtype) for name, weight in self._effective().items()}
 
     def _inputs(self, tokens: Tensor, captured: Tensor) -> HeadInputs:
         rotary = self.target.rotary(tokens.shape[1] + max(self.steps, MAX_STEPS))

@@ -86,8 +86,8 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def initial_weights(shape: HeadShape, target: Target, ids: Tensor, seed: int) -> Weights:
-    """float32 weights to start from: output rows and norm are the target's, `fc` passes the last
-    captured layer through, the rest is random (normal, std 0.02), o and down zero.
+    """float32 weights to start from: output rows and norm are the target's, `fc` is the identity
+    on the last captured layer, the rest is random (normal, std 0.02), o and down zero.
 
     ids: [vocab] target ids of the draft vocabulary.
     """

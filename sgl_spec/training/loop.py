@@ -57,6 +57,7 @@ class Draft(Protocol):
     """What the loop trains."""
 
     weights: dict[str, torch.nn.Parameter]
+    constants: dict[str, Tensor]  # belong to the weights: restored with a checkpoint
 
     def matrices(self) -> set[str]:
         """Names of hidden matrices: Muon's, when that is the optimizer."""
@@ -208,7 +209,12 @@ class Loop:
         partial = path.with_suffix(".partial")
         weights = {name: weight.detach() for name, weight in self.draft.weights.items()}
         states = [optimizer.state_dict() for optimizer in self.optimizers]
-        state = {"weights": weights, "optimizers": states, "progress": asdict(self.progress)}
+        state = {
+            "weights": weights,
+            "constants": self.draft.constants,
+            "optimizers": states,
+            "progress": asdict(self.progress),
+        }
         torch.save(state | {"optimizer": self.options.optimizer}, partial)
         partial.rename(path)
         self.draft.save(self.provenance())
@@ -248,6 +254,8 @@ class Loop:
                         f"{path}: {name} has shape {found}, this run needs {list(weight.shape)}."
                     )
                 weight.copy_(stored)
+            for name, constant in self.draft.constants.items():
+                constant.copy_(state["constants"][name])
         for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(stored)
         self.progress = Progress(**state["progress"])

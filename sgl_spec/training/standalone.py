@@ -65,6 +65,7 @@ class StandaloneDraft:
         weights = initial_weights(self.shape, self.target.embedding, args.seed)
         weights = earlier_weights(args.init_from, weights)
         self.weights = {name: torch.nn.Parameter(value) for name, value in weights.items()}
+        self.constants: dict[str, Tensor] = {}
         self._rotary: Rotary | None = None
         self._held_out = HeldOut(
             setting.shards,
