@@ -17,8 +17,10 @@ ARGS = {
     "options",
     "contradictions",
     "draft_shape",
+    "serving_options",
     "sglang_flags",
-}  # one declaration per option, in five files
+    "speculation_options",
+}  # one declaration per option
 BELOW_ENGINE = {"kernels", "layers", "models", "speculative"}
 # A room: the rooms it may import, besides itself; all but the kernels may also import `errors`.
 MAY_IMPORT: dict[str, set[str]] = {
