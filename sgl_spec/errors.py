@@ -82,3 +82,7 @@ class ConfigError(SglSpecError):
 
 class UnsupportedModelError(ConfigError):
     """A checkpoint's config or weights hold something that is not supported; it is named."""
+
+
+class DrafterError(SglSpecError):
+    """A drafter from outside broke off or returned what it may not; the engine ends with it."""

@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 
 from sgl_spec.args import ResolvedArgs
+from sgl_spec.contradictions import BUILT_IN_DRAFTERS
 from sgl_spec.draft_shape import sampling_flag
 from sgl_spec.engine.slots import SlotManager
 from sgl_spec.errors import ConfigError
@@ -22,6 +23,7 @@ from sgl_spec.speculative.base import (
     can_sample,
     registered_drafters,
 )
+from sgl_spec.speculative.plugin import build_plugin
 from sgl_spec.speculative.rules import AcceptanceRule, FollowRule, make_rule
 from sgl_spec.speculative.topology import Topology, topology
 
@@ -42,6 +44,23 @@ def topology_of(args: ResolvedArgs) -> Topology | None:
     """The shape of the trees where drafts are sampled, else None."""
     shape = args.sampled_shape
     return None if shape is None else topology(shape.steps, shape.topk, shape.nodes)
+
+
+def register_drafters(args: ResolvedArgs) -> None:
+    """Make all drafters known, those of --speculative-drafter-module included; `ConfigError` if
+    that cannot be imported or does not register what the flags name."""
+    name = args.speculative_algorithm
+    if name is None:
+        return
+    ngram.register()
+    model_drafter.register()
+    if args.speculative_drafter_module is not None:
+        _import_module(args.speculative_drafter_module)
+    if name not in registered_drafters():
+        raise ConfigError(
+            f"--speculative-algorithm must be none or one of "
+            f"{', '.join(registered_drafters())}, got {name!r}."
+        )
 
 
 def load_draft_model(args: ResolvedArgs, target: Decoder, tokenizer_dir: Path) -> DraftModel | None:
@@ -65,20 +84,11 @@ def load_draft_model(args: ResolvedArgs, target: Decoder, tokenizer_dir: Path) -
 def make_drafter(
     args: ResolvedArgs, target: Decoder, slots: SlotManager, draft_model: DraftModel | None
 ) -> Drafter | None:
-    """The drafter that the flags name, for the rows and slots of `slots`; `ConfigError` if there is
-    none, or if it cannot do what the flags ask."""
+    """The registered drafter that the flags name, for the rows and slots of `slots`; `ConfigError`
+    if it cannot do what the flags ask."""
     name = args.speculative_algorithm
     if name is None:
         return None
-    ngram.register()
-    model_drafter.register()
-    if args.speculative_drafter_module is not None:
-        _import_module(args.speculative_drafter_module)
-    if name not in registered_drafters():
-        raise ConfigError(
-            f"--speculative-algorithm must be none or one of "
-            f"{', '.join(registered_drafters())}, got {name!r}."
-        )
     context = DrafterContext(
         num_rows=slots.table.num_rows,
         width=slots.table.width,
@@ -91,7 +101,8 @@ def make_drafter(
         target=target,
         draft_model=draft_model,
     )
-    drafter = build_drafter(name, context)
+    build = build_drafter if name in BUILT_IN_DRAFTERS else build_plugin
+    drafter = build(name, context)
     flag = sampling_flag(args)
     if flag is not None and not can_sample(drafter):
         raise ConfigError(
@@ -111,7 +122,10 @@ def _import_module(name: str) -> None:
         assert spec is not None
         assert spec.loader is not None
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    except (ImportError, OSError, SyntaxError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"--speculative-drafter-module {name} cannot be imported: {error}"
+            f"--speculative-drafter-module {name} cannot be imported: {reason}"
         ) from error

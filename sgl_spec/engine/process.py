@@ -52,7 +52,9 @@ def main(args: ServerArgs, to_engine_addr: str, from_engine_addr: str) -> int:
     except Exception as error:
         # The boundary of the process: whatever broke, the API process must hear of it and not wait.
         logger.exception("The engine failed")
-        outbox.send(encode(Failed(message=f"{type(error).__name__}: {error}")))
+        known = isinstance(error, SglSpecError)
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+        outbox.send(encode(Failed(message=message)))
         return 1
     finally:
         outbox.close(linger=2000)

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sgl_spec.errors import ConfigError
 from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.draft import DraftModel
@@ -180,9 +181,29 @@ _REGISTRY: dict[str, Callable[[DrafterContext], Drafter]] = {}
 
 
 def register_drafter(name: str, factory: Callable[[DrafterContext], Drafter]) -> None:
-    """Make `--speculative-algorithm NAME` build its drafter with `factory`. Names are
-    upper-cased."""
+    """Make `--speculative-algorithm NAME` build its drafter with `factory`, a class or a function.
+    Names are upper-cased. `ConfigError` for a class that lacks methods of the protocol."""
+    if isinstance(factory, type):
+        require_protocol(name.upper(), factory)
     _REGISTRY[name.upper()] = factory
+
+
+def protocol_methods(drafter: object) -> list[str]:
+    """What a drafter, or a class of drafters, must be able to answer."""
+    protocols = (Drafter, KVDrafter) if getattr(drafter, "follows_kv", False) else (Drafter,)
+    return [name for each in protocols for name in vars(each) if not name.startswith("_")]
+
+
+def require_protocol(name: str, drafter: object) -> None:
+    """Raise a `ConfigError` that names the methods which a drafter, or a class of drafters,
+    lacks."""
+    methods = protocol_methods(drafter)
+    lacks = [method for method in methods if not callable(getattr(drafter, method, None))]
+    if lacks:
+        raise ConfigError(
+            f"The drafter {name} lacks {', '.join(lacks)}; it must have the methods "
+            f"{', '.join(methods)}."
+        )
 
 
 def registered_drafters() -> list[str]:
