@@ -275,8 +275,8 @@ def _pool(args: ServerArgs) -> str | None:
     if args.max_total_tokens is None or is_open(args):
         return None
     nodes, most = tree_nodes(args), round_slots(args)
-    # One prompt token, and the reserve of two rounds that every running request holds.
-    needed = -(-(1 + 2 * most) // args.page_size) * args.page_size
+    # A token in and one out, and the reserve of two rounds that every running request holds.
+    needed = -(-(2 + 2 * most) // args.page_size) * args.page_size
     if args.max_total_tokens >= needed:
         return None
     rows = f"{nodes} tree nodes" if most == nodes else f"{most} rows of draft steps"

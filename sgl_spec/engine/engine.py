@@ -278,7 +278,6 @@ def _pool_slots(args: ResolvedArgs, most_bytes: int, per_token: int, width: int)
     """Slots of the KV pool, in whole pages. per_token: bytes of a slot in all caches."""
     page = args.page_size
     if args.max_total_tokens is not None:
-        _check_pool(args.max_total_tokens, tree_reserve(args.round_slots), page)
         return ceil_page(args.max_total_tokens, page)
     room = max(0, most_bytes // per_token)
     slots = floor_page(min(room, args.max_running_requests * width), page)
@@ -288,13 +287,3 @@ def _pool_slots(args: ResolvedArgs, most_bytes: int, per_token: int, width: int)
             "--max-total-tokens, a larger --mem-fraction-static or a shorter --context-length."
         )
     return slots
-
-
-def _check_pool(slots: int, reserve: int, page: int) -> None:
-    """A pool must hold a request of two tokens and what its rounds write behind them."""
-    needed = ceil_page(2 + reserve, page)
-    if ceil_page(slots, page) < needed:
-        raise ConfigError(
-            f"--max-total-tokens must be at least {needed - page + 1}, got {slots}: the shortest "
-            f"request holds 2 tokens, and a round may need {reserve} slots more."
-        )

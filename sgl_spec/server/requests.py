@@ -51,12 +51,13 @@ class Made(msgspec.Struct, frozen=True):
     """The engine requests of one call, prompt by prompt and choice by choice.
 
     prompt_of: the index of each request's prompt. group: a name for all of them, see
-    `name_requests`.
+    `name_requests`. cut: the prompts of which --allow-auto-truncate left only the beginning.
     """
 
     requests: list[TokenizedRequest]
     prompt_of: list[int]
     group: str | None
+    cut: list[int] = []
 
 
 async def encode(tokenizer: ServerTokenizer, text: str, add_special_tokens: bool) -> list[int]:
@@ -94,8 +95,10 @@ class RequestMaker:
         names, group = name_requests(rid, [item.n for item in asked])
         made = Made([], [], group)
         for index, item in enumerate(asked):
-            ids = await self.tokens(item)
-            ids, sampling = self._fit(ids, item)
+            whole = await self.tokens(item)
+            ids, sampling = self._fit(whole, item)
+            if len(ids) < len(whole):
+                made.cut.append(index)
             self._check_logprobs(item, len(ids))
             assert sampling.seed is not None
             for choice in range(item.n):

@@ -85,6 +85,8 @@ class Service:
         """/v1/completions: the run, and whether to stream it."""
         call = read_completions(body, self._defaults, self.names, self._decode_prompt)
         made = await self._maker.make(call.asked, call.rid, stream=call.stream)
+        if call.echo is not None and made.cut:
+            call = msgspec.structs.replace(call, echo=self._cut_echo(call.echo, made))
         replies = CompletionReplies(call, made, self.names[0], **self._reports)
         return self._run(made, replies), call.stream
 
@@ -102,6 +104,22 @@ class Service:
     def _decode_prompt(self, ids: list[int]) -> str:
         check_ids(ids, "prompt", self.info.vocab_size)
         return self._tokenizer.decode(ids)
+
+    def _cut_echo(self, echo: list[str], made: Made) -> list[str]:
+        """The prompts to repeat, those that were cut as the model saw them."""
+        ids = {
+            index: one.input_ids for index, one in zip(made.prompt_of, made.requests, strict=True)
+        }
+        return [
+            self._beginning(text, ids[index]) if index in made.cut else text
+            for index, text in enumerate(echo)
+        ]
+
+    def _beginning(self, text: str, ids: list[int]) -> str:
+        """The text of a prompt's first ids; the special tokens that it writes out stay in it, those
+        that the tokenizer added are left out."""
+        written = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return written if text.startswith(written) else self._tokenizer.decode(ids)
 
     def _render(self, chat: ChatPrompt) -> str:
         return self._tokenizer.render_chat(
@@ -143,8 +161,8 @@ class Service:
         return {"text": decode(tokens, skip_special_tokens=skip)}
 
     async def warm_up(self) -> None:
-        """Generate a few tokens; raises what ends the request badly."""
-        await self._probe(WARMUP_TOKENS)
+        """Generate a few tokens, as many as one request may; raises what ends it badly."""
+        await self._probe(min(WARMUP_TOKENS, self.info.max_request_tokens - 1))
 
     async def _probe(self, tokens: int) -> None:
         request = TokenizedRequest(

@@ -282,7 +282,7 @@ def test_a_pool_too_small_for_the_shape_is_refused_when_it_is_known() -> None:
         max_total_tokens=16,
     )
     assert asked.resolve().for_target("Qwen2ForCausalLM").round_slots == 4
-    with pytest.raises(ConfigError, match="must be at least 41 to hold one request"):
+    with pytest.raises(ConfigError, match="must be at least 42 to hold one request"):
         asked.resolve().for_target("LlamaForCausalLM")
 
 
@@ -379,9 +379,9 @@ REFUSED: list[tuple[list[str], str]] = [
         "leave it out.",
     ),
     (
-        [*NGRAM, "--max-total-tokens", "24"],
-        "--max-total-tokens must be at least 25 to hold one request with 12 tree nodes "
-        "at --page-size 1, got 24.",
+        [*NGRAM, "--max-total-tokens", "25"],
+        "--max-total-tokens must be at least 26 to hold one request with 12 tree nodes "
+        "at --page-size 1, got 25.",
     ),
     (
         [*NGRAM, "--max-total-tokens", "31", "--page-size", "16"],
@@ -528,9 +528,9 @@ REFUSED: list[tuple[list[str], str]] = [
         "--speculative-eagle-topk must be an integer from 1 to 64, got 65.",
     ),
     (
-        [*EAGLE3, "--max-total-tokens", "40"],
-        "--max-total-tokens must be at least 41 to hold one request with 20 rows of draft steps "
-        "at --page-size 1, got 40.",
+        [*EAGLE3, "--max-total-tokens", "41"],
+        "--max-total-tokens must be at least 42 to hold one request with 20 rows of draft steps "
+        "at --page-size 1, got 41.",
     ),
     (
         [*EAGLE3, REJECTION, STEPS, "3", NODES, "5"],

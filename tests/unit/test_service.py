@@ -1,0 +1,92 @@
+"""The service behind the routes, before a frontend that only notes what it is sent."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from test_protocol_requests import INFO
+from tiny import make_tokenizer
+
+from sgl_spec.args import ServerArgs
+from sgl_spec.messages import Chunks, OutputChunk, Submit, ToEngine
+from sgl_spec.request import FinishReason, Logprobs
+from sgl_spec.server.frontend import Frontend
+from sgl_spec.server.service import Service
+from sgl_spec.server.tokenizer import ServerTokenizer
+
+TOKENIZER = ServerTokenizer(make_tokenizer(512), None, {})
+
+
+class Rig:
+    """An engine that ends each request at once; `sent` is what it was asked for."""
+
+    def __init__(self, **how: Any) -> None:
+        self.sent: list[Submit] = []
+        self.frontend = Frontend(self._take)
+        args = ServerArgs(model_path="m", allow_auto_truncate=how.pop("truncate", False)).resolve()
+        info = msgspec.structs.replace(INFO, **how)
+        self.service = Service(args, info, TOKENIZER, self.frontend, None)
+
+    def _take(self, message: ToEngine) -> None:
+        assert isinstance(message, Submit)
+        self.sent.append(message)
+        request = message.request
+        prompt = Logprobs(values=[-1.0] * (len(request.input_ids) - 1))
+        chunk = OutputChunk(
+            rid=request.rid,
+            ids=[65] * request.sampling.max_new_tokens,
+            prompt_tokens=len(request.input_ids),
+            completion_tokens=request.sampling.max_new_tokens,
+            finish=FinishReason(kind="length"),
+            logprobs=Logprobs(values=[-2.0] * request.sampling.max_new_tokens),
+            prompt_logprobs=prompt if request.logprobs is not None else None,
+        )
+        asyncio.get_running_loop().call_soon(self.frontend.on_message, Chunks([chunk]))
+
+    def completion(self, **body: Any) -> dict[str, Any]:
+        """The reply of /v1/completions."""
+
+        async def call() -> dict[str, Any]:
+            run, _ = await self.service.completions(body)
+            async with run.open() as ticket:
+                while updates := await ticket.updates():
+                    for update in updates:
+                        run.outputs[update.index].feed(update)
+            reply: dict[str, Any] = run.replies.whole(run.outputs)
+            return reply
+
+        return asyncio.run(call())
+
+
+@pytest.mark.parametrize("prompt", ["text", "ids"])
+def test_an_echo_shows_the_prompt_that_the_model_saw(prompt: str) -> None:
+    rig = Rig(truncate=True, context_length=8, max_req_input_len=7, max_request_tokens=8)
+    text = "<|im_start|>the boats of the harbour" + " the harbour" * 9
+    ids = TOKENIZER.encode(text)
+    short = "a<|im_end|>"
+    given: Any = [text, short] if prompt == "text" else [ids, TOKENIZER.encode(short)]
+    reply = rig.completion(prompt=given, echo=True, logprobs=0, max_tokens=2)
+    seen = [sent.request.input_ids for sent in rig.sent]
+    assert [len(one) for one in seen] == [7, 2]
+    shown = [TOKENIZER.decode(one, skip_special_tokens=prompt == "ids") for one in seen]
+    for choice, echo, tokens in zip(reply["choices"], shown, seen, strict=True):
+        found, lists = choice["text"], choice["logprobs"]
+        assert found.startswith(echo)
+        assert {len(values) for values in lists.values()} == {len(lists["tokens"])}
+        at = lists["text_offset"][len(tokens)]
+        assert at == len(echo), "the output's first token stands behind the echo"
+        for name, start in zip(lists["tokens"], lists["text_offset"], strict=True):
+            assert found[start:].startswith(name) or name.startswith("<|im_")
+    if prompt == "text":
+        assert text.startswith(shown[0])
+
+
+def test_the_warm_up_fits_into_small_contexts_and_pools() -> None:
+    for most, tokens in ((2, 1), (6, 5), (8, 7), (9, 8), (64, 8)):
+        rig = Rig(max_request_tokens=most)
+        asyncio.run(rig.service.warm_up())
+        (sent,) = rig.sent
+        assert (len(sent.request.input_ids), sent.request.sampling.max_new_tokens) == (1, tokens)
