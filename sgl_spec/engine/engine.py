@@ -32,7 +32,7 @@ from sgl_spec.engine.worker import Worker
 from sgl_spec.errors import ConfigError, InvalidRequestError
 from sgl_spec.layers.context import KVCache
 from sgl_spec.messages import EngineState, OutputChunk
-from sgl_spec.models.checkpoint import resolve_checkpoint
+from sgl_spec.models.checkpoint import resolve_checkpoint, resolve_tokenizer
 from sgl_spec.models.loader import load_model
 from sgl_spec.request import TokenizedRequest
 from sgl_spec.speculative.base import follows_kv
@@ -54,8 +54,7 @@ class Engine:
         _check_device(self.args)
         register_drafters(self.args)
         self._free_at_start = psutil.virtual_memory().available
-        self.model_dir = resolve_checkpoint(self.args.model_path, self.args.revision)
-        self.tokenizer_dir = self._tokenizer_dir()
+        self.model_dir, self.tokenizer_dir = self._directories()
         self.model = load_model(
             self.model_dir,
             dtype=self.args.dtype,
@@ -70,10 +69,14 @@ class Engine:
         self.tokenizer = load_tokenizer(self.tokenizer_dir)
         self._build(check_every_step)
 
-    def _tokenizer_dir(self) -> Path:
-        if self.args.tokenizer_path == self.args.model_path:
-            return self.model_dir
-        return resolve_checkpoint(self.args.tokenizer_path, None)
+    def _directories(self) -> tuple[Path, Path]:
+        """Where the model is, and where its tokenizer."""
+        path, revision = self.args.model_path, self.args.revision
+        if self.args.tokenizer_path == path:
+            both = resolve_checkpoint(path, revision)
+            return both, both
+        model = resolve_checkpoint(path, revision, tokenizer=False)
+        return model, resolve_tokenizer(self.args.tokenizer_path)
 
     def _build(self, check_every_step: bool) -> None:
         args, config = self.args, self.model.config

@@ -17,21 +17,36 @@ from sgl_spec.models.shipped import SHIPPED, shipped_directory
 
 logger = logging.getLogger(__name__)
 
+_TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer*", "*.txt"]
 # "model*": some repositories carry the same weights a second time under another name.
-_HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer*", "*.txt"]
+_HUB_FILES = [*_TOKENIZER_FILES, "model*.safetensors"]
 _BIN_FILES = ["pytorch_model*.bin"]  # how many heads are published; asked for when all else lacks
 _DRAFT_FLAG = "--speculative-draft-model-path"
 
 
-def resolve_checkpoint(model_path: str, revision: str | None = None) -> Path:
-    """The directory that holds the model's config, tokenizer and weights.
+def resolve_checkpoint(
+    model_path: str, revision: str | None = None, *, tokenizer: bool = True
+) -> Path:
+    """The directory that holds the model's config, weights and, unless `tokenizer` is False, its
+    tokenizer.
 
     "smollm2" is the embedded model, converted on first use. `revision` (hub ids only) is a branch,
     tag or commit. Raises `ConfigError` naming the path.
     """
     named = {EMBEDDED_NAME: embedded_directory}
     directory = _resolve("--model-path", model_path, revision, named)
-    check_directory(directory)
+    _need(directory, "config.json", "a Hugging Face directory with it is needed")
+    if tokenizer:
+        _need(directory, "tokenizer.json", "name a directory that has with --tokenizer-path")
+    return directory
+
+
+def resolve_tokenizer(tokenizer_path: str) -> Path:
+    """The directory that holds a tokenizer; nothing else need be in it. Paths and errors as in
+    `resolve_checkpoint`."""
+    named = {EMBEDDED_NAME: embedded_directory}
+    directory = _resolve("--tokenizer-path", tokenizer_path, None, named, _TOKENIZER_FILES)
+    _need(directory, "tokenizer.json", "--tokenizer-path needs a directory with it")
     return directory
 
 
@@ -70,17 +85,17 @@ def resolve_token_map(path: str) -> Path:
     )
 
 
-def check_directory(directory: Path) -> None:
-    """Raise `ConfigError` naming the first file that serving cannot do without."""
-    for name in ("config.json", "tokenizer.json"):
-        if not (directory / name).is_file():
-            raise ConfigError(
-                f"{directory} has no {name}; a Hugging Face directory with it is needed."
-            )
+def _need(directory: Path, name: str, remedy: str) -> None:
+    if not (directory / name).is_file():
+        raise ConfigError(f"{directory} has no {name}; {remedy}.")
 
 
 def _resolve(
-    flag: str, path: str, revision: str | None, named: dict[str, Callable[[], Path]]
+    flag: str,
+    path: str,
+    revision: str | None,
+    named: dict[str, Callable[[], Path]],
+    files: list[str] = _HUB_FILES,
 ) -> Path:
     local = Path(path).expanduser()
     if local.is_dir():
@@ -92,7 +107,7 @@ def _resolve(
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ConfigError(f"{flag} {path}: no such directory.")
     logger.info("Downloading %s (revision %s) from the hub.", path, revision or "main")
-    return _snapshot(flag, path, revision, _HUB_FILES)
+    return _snapshot(flag, path, revision, files)
 
 
 def _add_bin_files(draft_path: str, revision: str | None, directory: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 import sgl_spec.models.embedded as embedded
+from sgl_spec import LLM
 from sgl_spec.errors import ConfigError
-from sgl_spec.models.checkpoint import resolve_checkpoint
+from sgl_spec.models.checkpoint import resolve_checkpoint, resolve_tokenizer
 from sgl_spec.models.loader import load_model
 
 TEXTS = [
@@ -181,6 +183,30 @@ def test_a_failed_or_killed_conversion_leaves_nothing_to_trust(
     monkeypatch.setattr(embedded, "convert_gguf", fake_convert)
     assert json.loads((resolve_checkpoint("smollm2") / "config.json").read_text()) == {}
     assert not partial.exists()
+
+
+def test_a_tokenizer_needs_no_model_beside_it_and_a_model_no_tokenizer(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    model, words = tmp_path / "model", tmp_path / "words"
+    shutil.copytree(tiny_model_dir, model)
+    words.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.move(model / name, words / name)
+    llm = LLM(str(model), tokenizer_path=str(words), max_total_tokens=100)
+    both = LLM(str(tiny_model_dir), max_total_tokens=100)
+    params = {"temperature": 0.0, "max_new_tokens": 4}
+    assert llm.generate("a", params)[0].text == both.generate("a", params)[0].text
+    assert resolve_tokenizer(str(words)) == words
+    with pytest.raises(ConfigError, match="name a directory that has with --tokenizer-path"):
+        LLM(str(model))
+    with pytest.raises(ConfigError, match="has no config"):
+        LLM(str(words))
+    (words / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="--tokenizer-path needs a directory with it"):
+        resolve_tokenizer(str(words))
+    with pytest.raises(ConfigError, match="absent: no such directory"):
+        resolve_tokenizer(str(tmp_path / "absent"))
 
 
 def test_paths_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
