@@ -170,7 +170,7 @@ def convert(opt: Declared, value: object) -> Any:
 
 def _typed(opt: Declared, value: object) -> object:
     if opt.kind is str and isinstance(value, (str, os.PathLike)):
-        return os.fspath(value)
+        return _text(opt, os.fspath(value))
     if opt.kind is int and isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value.strip()):
         return int(value)
     if opt.kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
@@ -179,6 +179,20 @@ def _typed(opt: Declared, value: object) -> object:
     if type(value) is opt.kind:
         return value
     refuse(opt, value)
+
+
+def _text(opt: Declared, value: str) -> str:
+    """A shell's bytes that are no UTF-8 arrive as lone surrogates, which nothing can write."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        code = ord(value[error.start])
+        seen = f"byte 0x{code & 0xFF:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"
+        raise ConfigError(
+            f"{opt.flags[0]} must be text in UTF-8, got {seen} at position {error.start}.",
+            param=opt.name,
+        ) from None
+    return value
 
 
 def refuse(opt: Declared, value: object, hint: str = "") -> NoReturn:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import orjson
 from fastapi import Request
-from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -27,7 +27,8 @@ MAX_BODY_BYTES = 8 * 2**20
 # A body over the limit is read to this size and dropped, so that its sender gets to see the 413.
 MAX_DROPPED_BYTES = 64 * 2**20
 DONE = b"data: [DONE]\n\n"
-OPEN_PATHS = ("/health", "/metrics")
+# What probes and scrapers ask for, as in SGLang. /health_generate costs a token per call.
+OPEN_PATHS = ("/health", "/health_generate", "/metrics")
 
 
 class Json(Response):
@@ -204,18 +205,25 @@ def _stream_error(error: SglSpecError) -> Any:
 
 
 class ApiKey:
-    """ASGI middleware: every path but /health and /metrics needs `Authorization: Bearer KEY`."""
+    """ASGI middleware: every path but `OPEN_PATHS` needs `Authorization: Bearer KEY`.
+
+    A key that is not ASCII may come as UTF-8 or as Latin-1: clients differ.
+    """
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
-        self._expected = f"Bearer {key}".encode()
+        self._expected = [f"Bearer {key}".encode()]
+        with contextlib.suppress(UnicodeEncodeError):
+            self._expected.append(f"Bearer {key}".encode("latin-1"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or reply 401."""
-        if scope["type"] == "http" and not scope["path"].startswith(OPEN_PATHS):
-            given = Headers(scope=scope).get("authorization", "").encode()
-            if not hmac.compare_digest(given, self._expected):
-                error = UnauthorizedError("Unauthorized: the API key is missing or wrong.")
-                await error_reply(scope["path"], error)(scope, receive, send)
-                return
+        guarded = scope["type"] == "http" and scope["path"] not in OPEN_PATHS
+        if guarded and not self._opens(dict(scope["headers"]).get(b"authorization", b"")):
+            error = UnauthorizedError("Unauthorized: the API key is missing or wrong.")
+            await error_reply(scope["path"], error)(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+    def _opens(self, given: bytes) -> bool:
+        return any([hmac.compare_digest(given, one) for one in self._expected])

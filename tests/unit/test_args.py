@@ -347,6 +347,8 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--enable-metrics=yes"], "--enable-metrics is a switch and takes no value, got 'yes'."),
     (["--host", ""], "--host must be a non-empty string, got ''."),
     (["--api-key", ""], "--api-key must be a non-empty string, got ''."),
+    (["--api-key", "k\udcff"], "--api-key must be text in UTF-8, got byte 0xff at position 1."),
+    (["--host", "\ud800"], "--host must be text in UTF-8, got \\ud800 at position 0."),
     (
         ["--dtype", "float23"],
         "--dtype must be one of auto, float32, bfloat16, float16, got 'float23' "

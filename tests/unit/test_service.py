@@ -14,6 +14,7 @@ from sgl_spec.args import ServerArgs
 from sgl_spec.messages import Chunks, OutputChunk, Submit, ToEngine
 from sgl_spec.request import FinishReason, Logprobs
 from sgl_spec.server.frontend import Frontend
+from sgl_spec.server.http import OPEN_PATHS, ApiKey
 from sgl_spec.server.service import Service
 from sgl_spec.server.tokenizer import ServerTokenizer
 
@@ -90,3 +91,30 @@ def test_the_warm_up_fits_into_small_contexts_and_pools() -> None:
         asyncio.run(rig.service.warm_up())
         (sent,) = rig.sent
         assert (len(sent.request.input_ids), sent.request.sampling.max_new_tokens) == (1, tokens)
+
+
+@pytest.mark.parametrize("key", ["sésame", "船", "sesame"])
+def test_a_key_may_hold_any_characters(key: str) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"status": 200})
+
+    def status(path: str, *headers: tuple[bytes, bytes]) -> int:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "path": path, "headers": list(headers)}
+        asyncio.run(ApiKey(app, key)(scope, None, send))  # type: ignore[arg-type]
+        code: int = sent[0]["status"]
+        return code
+
+    right = f"Bearer {key}".encode()
+    assert status("/generate", (b"authorization", right)) == 200
+    if key.isascii() or key == "sésame":
+        assert status("/generate", (b"authorization", right.decode().encode("latin-1"))) == 200
+    for wrong in (b"", right + b"x", right[:-1], right[7:], b"Bearer sesam", b"\xff"):
+        assert status("/generate", (b"authorization", wrong)) == 401, wrong
+    assert status("/generate") == 401
+    assert [status(path) for path in OPEN_PATHS] == [200, 200, 200]
+    assert [status(path) for path in ("/healthy", "/health/x", "/metrics2")] == [401] * 3
