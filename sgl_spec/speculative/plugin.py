@@ -12,10 +12,13 @@ from sgl_spec.speculative.base import (
     Drafter,
     DrafterContext,
     build_drafter,
+    follows_kv,
     protocol_methods,
     require_protocol,
 )
 from sgl_spec.speculative.tree import TokenTree
+
+KV_ATTRIBUTES = ("capture", "reads_ahead")
 
 
 def build_plugin(name: str, context: DrafterContext) -> Drafter:
@@ -30,8 +33,19 @@ def build_plugin(name: str, context: DrafterContext) -> Drafter:
             f"The drafter {name} cannot be built: {type(error).__name__}: {error}."
         ) from error
     require_protocol(name, drafter)
+    if follows_kv(drafter):
+        _require_attributes(name, drafter)
     guarded: Any = Guarded(name, drafter)
     return guarded  # type: ignore[no-any-return]
+
+
+def _require_attributes(name: str, drafter: Drafter) -> None:
+    lacks = [each for each in KV_ATTRIBUTES if not hasattr(drafter, each)]
+    if lacks:
+        raise ConfigError(
+            f"The drafter {name} lacks {', '.join(lacks)}; one that follows the target's KV has "
+            f"the attributes {', '.join(KV_ATTRIBUTES)}."
+        )
 
 
 class Guarded:

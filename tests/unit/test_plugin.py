@@ -61,6 +61,13 @@ def test_a_drafter_with_kv_has_more_methods() -> None:
     assert protocol_methods(Half) == [*METHODS, *names]
 
 
+def test_a_drafter_with_kv_says_what_it_reads(tmp_path: Path, tiny_model_dir: Path) -> None:
+    source = QUIET + "    follows_kv, capture = True, ()\n    written_len = open = len\n"
+    source += "    prefilled = verified = len\nregister_drafter('half', lambda c: Quiet(c))\n"
+    with pytest.raises(ConfigError, match=r"HALF lacks reads_ahead; .* capture, reads_ahead"):
+        start(tmp_path, str(tiny_model_dir), source, "HALF")
+
+
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
