@@ -56,12 +56,11 @@ class Eagle3Draft:
         self.shape = HeadShape.beside(config, len(self.vocabulary.ids), args.intermediate)
         self.head = Head(self.shape, compiled=setting.compiled)
         weights = initial_weights(self.shape, self.target, self.vocabulary.ids, args.seed)
-        rms = self._feature_rms()
-        weights["fc.weight"] /= rms[-self.shape.hidden :].square().mean().sqrt()
-        weights = earlier_weights(args.init_from, weights)
-        # Powers of two: the effective weights are those of the parameter, whatever the dtype.
-        self.constants = {"fc_scale": torch.exp2(-rms.log2().round())}
-        weights["fc.weight"] /= self.constants["fc_scale"]
+        # Powers of two: scaling by them is exact in every dtype.
+        self.constants = {"fc_scale": torch.exp2(-self._feature_rms().log2().round())}
+        if args.init_from is not None:
+            weights = earlier_weights(args.init_from, weights)
+            weights["fc.weight"] /= self.constants["fc_scale"]
         self.weights = {name: torch.nn.Parameter(value) for name, value in weights.items()}
         self._ids = self.vocabulary.ids.to(self.target.device)
         self._columns = self.vocabulary.columns().to(self.target.device)

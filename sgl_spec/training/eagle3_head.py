@@ -86,8 +86,9 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def initial_weights(shape: HeadShape, target: Target, ids: Tensor, seed: int) -> Weights:
-    """float32 weights to start from: output rows and norm are the target's, `fc` is the identity
-    on the last captured layer, the rest is random (normal, std 0.02), o and down zero.
+    """float32 weights to start from: output rows are the target's, scaled to a mean length of 1 so
+    that the first logits are small; `fc` is the identity on the last captured layer; the rest is
+    random (normal, std 0.02), o and down zero.
 
     ids: [vocab] target ids of the draft vocabulary.
     """
@@ -100,8 +101,8 @@ def initial_weights(shape: HeadShape, target: Target, ids: Tensor, seed: int) ->
             weights[name] = torch.zeros(size)
         else:
             weights[name] = torch.randn(size, generator=generator) * 0.02
-    weights["lm_head.weight"] = target.head.detach().cpu()[ids].float()
-    weights["norm.weight"] = target.norm.detach().cpu().float()
+    rows = target.head.detach().cpu()[ids].float()
+    weights["lm_head.weight"] = rows / rows.norm(dim=-1).mean().clamp(min=1e-6)
     weights["fc.weight"].zero_()[:, -shape.hidden :].fill_diagonal_(1.0)
     return {name: weight.to(target.device) for name, weight in weights.items()}
 

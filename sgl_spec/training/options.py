@@ -190,10 +190,8 @@ def stored_tensors(directory: Path) -> dict[str, Tensor]:
         raise ConfigError(f"Cannot read the weights in {path}: {error}.") from error
 
 
-def earlier_weights(directory: Path | None, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`fresh` with the values stored in `directory`, all of them; as they are without one."""
-    if directory is None:
-        return fresh
+def earlier_weights(directory: Path, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights that `fresh` names, as stored in `directory`."""
     stored = stored_tensors(directory)
     found = {}
     for name, weight in fresh.items():

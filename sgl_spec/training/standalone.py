@@ -63,7 +63,8 @@ class StandaloneDraft:
         )
         self.student = Student(self.shape, compiled=setting.compiled)
         weights = initial_weights(self.shape, self.target.embedding, args.seed)
-        weights = earlier_weights(args.init_from, weights)
+        if args.init_from is not None:
+            weights = earlier_weights(args.init_from, weights)
         self.weights = {name: torch.nn.Parameter(value) for name, value in weights.items()}
         self.constants: dict[str, Tensor] = {}
         self._rotary: Rotary | None = None

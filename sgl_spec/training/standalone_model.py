@@ -65,7 +65,8 @@ class DraftShape:
 
 def initial_weights(shape: DraftShape, embedding: Tensor, seed: int) -> Weights:
     """float32 weights to start from: both projections keep the embedding's main directions, the
-    rest is random (normal, std 0.02), o and down zero. embedding: [vocab, H_t]."""
+    output's behind a random rotation, so that a token does not predict itself; the rest is random
+    (normal, std 0.02), o and down zero. embedding: [vocab, H_t]."""
     generator = torch.Generator().manual_seed(seed)
     weights: Weights = {}
     for name, size in shape.weights().items():
@@ -78,7 +79,9 @@ def initial_weights(shape: DraftShape, embedding: Tensor, seed: int) -> Weights:
     directions = _main_directions(embedding, shape.hidden)
     rows = embedding.float() @ directions.t()
     weights[EMBED] = directions * (_EMBED_RMS / rows.square().mean().sqrt())
-    weights[HEAD] = directions / rows.square().sum(dim=-1).mean().sqrt()
+    rotation, _ = torch.linalg.qr(torch.randn((shape.hidden,) * 2, generator=generator))
+    length = rows.square().sum(dim=-1).mean().sqrt()
+    weights[HEAD] = rotation.to(embedding.device) @ directions / length
     return {name: weight.to(embedding.device) for name, weight in weights.items()}
 
 
