@@ -9,7 +9,6 @@ server's: python -m sgl_spec.bench accept --speculative-algorithm EAGLE3 --shape
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,7 +19,7 @@ import numpy as np
 
 from sgl_spec.args import ServerArgs
 from sgl_spec.bench.offline import bundled
-from sgl_spec.bench.report import provenance, table, write_row
+from sgl_spec.bench.report import provenance, say, table, write_row
 from sgl_spec.engine.engine import Engine
 from sgl_spec.errors import ConfigError
 from sgl_spec.request import SamplingParams, TokenizedRequest
@@ -160,7 +159,7 @@ class AcceptBench:
             for group in self.options.groups
         ]
         seconds = time.perf_counter() - start
-        _say(f"{self.shape}: {len(answers)} questions in {seconds:.0f} s")
+        say(f"{self.shape}: {len(answers)} questions in {seconds:.0f} s")
         return [*rows, _mean(rows)]
 
     def _answer(self, asked: Sequence[Question]) -> list[Answer]:
@@ -183,7 +182,7 @@ class AcceptBench:
                 assert answer.verified == len(answer.chunks) - 1
                 done += 1
                 if done % 16 == 0:
-                    _say(f"{self.shape}: {done} of {len(answers)}")
+                    say(f"{self.shape}: {done} of {len(answers)}")
         return list(answers.values())
 
     def _request(self, number: int, question: Question) -> TokenizedRequest:
@@ -277,7 +276,3 @@ def _table(rows: Sequence[GroupRow]) -> str:
     header = ["shape", "group", "questions", "tokens", "rounds", "accept", "drafted", "looping"]
     values: list[list[Any]] = [list(asdict(row).values()) for row in rows]
     return table([*header, "stopped"], values)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

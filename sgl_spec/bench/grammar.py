@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sgl_spec.bench.report import provenance, table, write_row
+from sgl_spec.bench.report import provenance, say, table, write_row
 from sgl_spec.engine.grammar import Compile, make_compiler
 from sgl_spec.models.checkpoint import resolve_checkpoint
 from sgl_spec.models.config import ModelConfig
@@ -81,6 +81,7 @@ class GrammarBench:
         return [self._row(name, grammar) for name, grammar in GRAMMARS.items()]
 
     def _row(self, name: str, grammar: Grammar) -> Row:
+        say(f"Timing: {name}.")
         start = time.perf_counter()
         automaton = self.compile(grammar)
         compiled = time.perf_counter() - start

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import psutil
 import torch
 
-from sgl_spec.bench.report import provenance, table, write_row
+from sgl_spec.bench.report import provenance, say, table, write_row
 from sgl_spec.errors import ConfigError
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.ngram import NgramDrafter, NgramOptions
@@ -223,10 +223,12 @@ class NgramBench:
     def _fill(self, server: Server) -> None:
         """Rounds until the trie has the wanted number of nodes, or has begun to evict."""
         trie = server.drafter.trie
+        say(f"Filling a trie with {self._options.nodes} nodes.")
         while trie.num_nodes < self._options.nodes and not trie.nodes.evicted:
             server.round()
 
     def _measure(self, server: Server, name: str, rounds: int | None = None) -> Timing:
+        say(f"Timing: {name}.")
         server.clear_times()
         gc.collect()
         for _ in range(rounds or self._options.rounds):
@@ -235,6 +237,7 @@ class NgramBench:
 
     def _long_prompt(self, server: Server) -> Timing:
         """Rounds while one prompt after the other is inserted in slices."""
+        say("Timing: long prompts.")
         server.clear_times()
         rounds, taken = 0, []
         for row in range(max(1, self._options.rounds // 100)):

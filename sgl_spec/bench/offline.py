@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from sgl_spec.bench.report import provenance, write_row
+from sgl_spec.bench.report import provenance, say, write_row
 from sgl_spec.llm import LLM, Completion
 
 COPY_WORDS = 20
@@ -84,6 +84,7 @@ class OfflineBench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.new_tokens: int = options.max_new_tokens
+        say(f"Loading {options.model_path} for every contestant.")
         self.plain = LLM(options.model_path, disable_radix_cache=True)
         self.ngram = LLM(
             options.model_path, disable_radix_cache=True, speculative_algorithm="NGRAM"
@@ -117,11 +118,12 @@ class OfflineBench:
             contestants["transformers"] = self._peer
         contestants |= {"plain": self._plain, "NGRAM": self._ngram}
         turns: list[dict[str, _Run]] = []
-        for _ in range(self.options.turns):
+        label = f"{case.name}, batch {case.batch}"
+        for turn in range(self.options.turns):
+            say(f"{label}: turn {turn + 1} of {self.options.turns}, {', '.join(contestants)}")
             turns.append({name: self._turn(case, run) for name, run in contestants.items()})
         baselines = {"transformers": "transformers", "NGRAM": "plain"}
         baselines["plain"] = "transformers" if "transformers" in contestants else "plain"
-        label = f"{case.name}, batch {case.batch}"
         return [_row(f"{label}: {n}", n, baselines[n], turns) for n in contestants]
 
     def _turn(self, case: Case, run: Callable[[Case, int], _Run]) -> _Run:

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +17,11 @@ import torch
 
 _PACKAGES = ("numpy", "torch", "transformers", "tokenizers", "triton")
 _REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def say(text: str) -> None:
+    """Progress: a line on stderr, there at once, so that the table on stdout stays alone."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def provenance(argv: Sequence[str], seed: int | None = None) -> dict[str, Any]:

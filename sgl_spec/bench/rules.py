@@ -25,7 +25,7 @@ from sgl_spec.bench.closed_forms import (
     relaxed,
     siblings,
 )
-from sgl_spec.bench.report import provenance, table, write_row
+from sgl_spec.bench.report import provenance, say, table, write_row
 from sgl_spec.request import SamplingParams
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.propose import SampledTrees
@@ -140,6 +140,7 @@ def cases() -> list[Case]:
 
 def measure(case: Case, draws: int, seed: int) -> Row:
     """Run `draws` rounds of a case at once, as requests of one batch."""
+    say(f"Drawing: {case.name}, {case.drafts}.")
     params = SamplingParams(seed=0, temperature=1.0)
     rows = build_rows([params], [1], []).select(torch.zeros(draws, dtype=torch.int64))
     rows.seed.copy_(torch.arange(seed, seed + draws))

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from sgl_spec.bench.offline import free_prompts
-from sgl_spec.bench.report import provenance, table, write_row
+from sgl_spec.bench.report import provenance, say, table, write_row
 from sgl_spec.llm import LLM
 from sgl_spec.speculative.base import DraftBatch, DrafterContext, register_drafter
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
@@ -166,6 +166,7 @@ class SamplingBench:
         return [self._row(name, given) for name, given in SETTINGS.items()]
 
     def _row(self, name: str, given: dict[str, Any]) -> Row:
+        say(f"Timing: {name}.")
         base = {"max_new_tokens": self.options.new_tokens, "ignore_eos": True}
         sampling = [base | given | {"seed": i} for i in range(len(self.prompts))]
         plain = self.llm.generate(self.prompts, [s | {"speculation": False} for s in sampling])

@@ -39,7 +39,9 @@ def test_a_short_run_measures_what_the_closed_forms_say(
     """Four standard errors of each figure, seeds fixed."""
     file = tmp_path / "rules.json"
     assert main(["rules", "--draws", str(DRAWS), "--json", str(file)]) == 0
-    printed = capsys.readouterr().out
+    printed, progress = capsys.readouterr()
+    assert progress.count("Drawing: ") == len(cases())
+    assert "Drawing" not in printed
     result = json.loads(file.read_text())
     assert (result["draws"], result["seed"]) == (DRAWS, 0)
     assert result["argv"][:4] == ["python", "-m", "sgl_spec.bench", "rules"]
