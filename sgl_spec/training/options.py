@@ -34,7 +34,7 @@ DTYPES = ("bfloat16", "float32")
 def add_common(parser: argparse.ArgumentParser, *, lr: float, optimizer: str) -> None:
     """What every trained draft is told. lr, optimizer: this draft's defaults."""
     add = parser.add_argument
-    add("--target", default="smollm2", help="checkpoint directory, hub id, or smollm2")
+    add("--model-path", dest="target", default="smollm2", help="the target; default smollm2")
     add("--data", type=Path, nargs="+", required=True, help="directories of the `data` command")
     add("--out", type=Path, required=True, help="where weights, config and checkpoint go")
     add("--steps", type=int, help="train for this many batches")
@@ -111,7 +111,7 @@ def prepare(args: argparse.Namespace) -> Setting:
     if shards.vocab_size != target.config.vocab_size:
         raise ConfigError(
             f"The data was made by {shards.target} with {shards.vocab_size} token ids, "
-            f"--target {args.target} has {target.config.vocab_size}."
+            f"--model-path {args.target} has {target.config.vocab_size}."
         )
     logger.info(
         "%d sequences, %d tokens, %d of the sequences held out; %s in %s on %s",

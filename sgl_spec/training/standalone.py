@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sgl_spec.errors import ConfigError
 from sgl_spec.models.config import read_json
+from sgl_spec.models.shipped import unfold_standalone
 from sgl_spec.training.blocks import Rotary
 from sgl_spec.training.feed import Batch
 from sgl_spec.training.held_out import MAX_STEPS, HeldOut
@@ -39,6 +40,9 @@ from sgl_spec.training.standalone_model import (
 )
 
 logger = logging.getLogger(__name__)
+
+UNFOLDED = "model"
+"""Folder in --out with the draft as an ordinary checkpoint, for serving."""
 
 _CHUNK_ROWS = 4096  # rows over the whole vocabulary at a time
 _REACH = 1  # the first token of a text is given
@@ -105,7 +109,8 @@ class StandaloneDraft:
         return self._held_out.judge(lambda batch: self._ranks(batch, weights))
 
     def save(self, run: dict[str, Any]) -> None:
-        """config.json, model.safetensors and provenance.json in --out."""
+        """config.json, model.safetensors and provenance.json in --out, and, at the end of a
+        schedule, the ordinary checkpoint that they stand for in --out/model."""
         out: Path = self.setting.args.out
         tensors = {
             name: weight.detach().to("cpu", torch.bfloat16).contiguous()
@@ -115,6 +120,9 @@ class StandaloneDraft:
         write_json(out / "config.json", self.config())
         extra = {"algorithm": "STANDALONE"}
         write_json(out / "provenance.json", provenance(self.setting, run, extra))
+        if run["schedule_share"] == 1.0:
+            (out / UNFOLDED).mkdir(exist_ok=True)
+            unfold_standalone(out, self.target.directory, out / UNFOLDED)
 
     def config(self) -> dict[str, Any]:
         """config.json of the Llama that the projections stand for."""

@@ -106,7 +106,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     directory = make_target(root / "target")
     target = load_target(directory)
     data = make_data(root / "data", target)
-    common = ["--target", str(directory), "--data", str(data), "--steps", "4"]
+    common = ["--model-path", str(directory), "--data", str(data), "--steps", "4"]
     common += ["--batch-tokens", "512", "--max-len", "64", "--held-out", "0.3", "--lr", "0.02"]
     eagle3.main([*common, "--out", str(root / "head"), "--draft-vocab", "100"])
     sizes = "--hidden 32 --intermediate 48 --num-layers 2 --heads 2 --kv-heads 1 --head-dim 16"

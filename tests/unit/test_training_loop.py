@@ -38,7 +38,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     root = tmp_path_factory.mktemp("loop")
     target = load_target(make_target(root / "target"))
     data = make_data(root / "data", target, sequences=40)
-    options = ["--target", str(root / "target"), "--data", str(data), "--batch-tokens", "256"]
+    options = ["--model-path", str(root / "target"), "--data", str(data), "--batch-tokens", "256"]
     options += ["--max-len", "64", "--held-out", "0.3", "--lr", "0.01", "--draft-vocab", "100"]
     return SimpleNamespace(root=root, data=data, options=options, target=target)
 
