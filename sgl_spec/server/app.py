@@ -23,6 +23,7 @@ from sgl_spec.server.http import (
     error_reply,
     read_json,
 )
+from sgl_spec.server.openai_protocol import check_model
 from sgl_spec.server.protocol import ABORT
 from sgl_spec.server.service import Service
 
@@ -85,11 +86,10 @@ async def models(request: Request) -> Response:
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
-    """The card of one model."""
-    for card in _service(request).models():
-        if card["id"] == name:
-            return Json(card)
-    raise NotFoundError(f"The model {preview(name)} does not exist here.", param="model")
+    """The card of the model, under any of the names that requests may give it."""
+    service = _service(request)
+    check_model(name, service.names)
+    return Json(service.models()[0])
 
 
 @router.get("/health")
@@ -183,7 +183,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    kind, path = str(error.status_code), request.url.path
+    path = request.url.path
+    kind = NotFoundError.type if error.status_code == 404 else InvalidRequestError.type
     message = f"{request.method} {path}: {error.detail}."
     body = error_body(path, error.status_code, kind, message, None)
     return Json(body, error.status_code, error.headers)

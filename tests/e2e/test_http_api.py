@@ -180,7 +180,7 @@ class TestRequestNames:
             next(lines)
             again = server.client.post("/generate", json=body("x", extra={"rid": "mine"}))
             assert again.status_code == 400
-            assert "rid 'mine' is already in use" in again.json()["error"]["message"]
+            assert 'rid "mine" is already in use' in again.json()["error"]["message"]
         wait_for(lambda: idle(server), DRAIN_S, "the first request still runs")
 
     @pytest.mark.parametrize("target", [{"rid": "job"}, {"abort_all": True}])
@@ -276,7 +276,22 @@ class TestBadInput:
     def test_wrong_method(self, server: Scripted) -> None:
         reply = server.client.get("/generate")
         assert reply.status_code == 405
+        assert reply.json()["error"]["type"] == "BadRequestError"
         assert "POST" in reply.headers["allow"]
+
+    def test_unknown_paths_are_not_found_by_type(self, server: Scripted) -> None:
+        error = {"object": "error", "type": "NotFoundError", "param": None, "code": 404}
+        reply = server.client.get("/nowhere")
+        assert reply.json() == {"error": error | {"message": "GET /nowhere: Not Found."}}
+        reply = server.client.get("/v1/nowhere")
+        assert reply.json() == error | {"message": "GET /v1/nowhere: Not Found."}
+
+    def test_the_log_shows_accesses_but_no_polls(self, server: Scripted) -> None:
+        server.client.get("/health?why=poll")
+        server.client.get("/model_info?why=asked")
+        log = server.stderr.read_text()
+        assert '"GET /model_info?why=asked HTTP/1.1" 200' in log
+        assert "GET /health" not in log
 
 
 class TestDisconnect:

@@ -227,7 +227,8 @@ class TestOtherRoutes:
         (card,) = client.models.list().data
         assert card.id == MODEL
         assert client.models.retrieve(MODEL).id == MODEL
-        with pytest.raises(openai.NotFoundError):
+        assert client.models.retrieve("default").id == MODEL
+        with pytest.raises(openai.NotFoundError, match="model may be"):
             client.models.retrieve("gpt/4")
 
     def test_infos_under_both_names(self, server: Scripted) -> None:
