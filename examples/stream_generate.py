@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def events(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def events(url: str, api_key: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The decoded events of one streamed request."""
     data = json.dumps({**body, "stream": True}).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
+    request = urllib.request.Request(url, data, headers)
     with urllib.request.urlopen(request) as response:
         for line in response:
             text = line.decode().strip()
@@ -33,6 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("prompt")
     parser.add_argument("--url", default=os.environ.get("SGL_SPEC_URL", "http://127.0.0.1:30000"))
+    parser.add_argument("--api-key", default="none")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     options = parser.parse_args()
 
@@ -42,7 +44,7 @@ def main() -> None:
     }
     shown = 0
     last: dict[str, Any] = {}
-    for last in events(f"{options.url}/generate", body):
+    for last in events(f"{options.url}/generate", options.api_key, body):
         print(last["text"][shown:], end="", flush=True)
         shown = len(last["text"])
     meta = last["meta_info"]

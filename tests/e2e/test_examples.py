@@ -42,6 +42,7 @@ def server(launch_shared: Launch) -> Server:
 
 def test_every_example_is_run_here() -> None:
     tested = {"chat_openai.py", "stream_generate.py", "offline.py", "custom_drafter.py"}
+    tested |= {"quick.py", "choices.py"}
     assert {path.name for path in EXAMPLES.iterdir() if path.suffix} == tested
 
 
@@ -76,6 +77,28 @@ def test_chat_openai(server: Server) -> None:
     reply = server.client.post("/v1/chat/completions", json=request).json()
     usage = f"[{reply['usage']['prompt_tokens']} + 24 tokens]"
     assert output == f"{reply['choices'][0]['message']['content']}\n{usage}\n"
+
+
+def test_quick() -> None:
+    output = run("quick.py")
+    assert output.startswith(" three, four, one, two,")
+    (rounds,) = re.findall(r"\n48 tokens in (\d+) rounds\n", output)
+    assert int(rounds) < 24
+
+
+def test_choices(tiny_model_dir: Path) -> None:
+    output = run("choices.py", "--model-path", str(tiny_model_dir), "--max-new-tokens", "8")
+    assert len(set(re.findall(r"^seed (\d+): ", output, re.MULTILINE))) == 3
+    (score,) = re.findall(r"log-probability of 'Paris .*': (-\d+\.\d\d)\n", output)
+    assert float(score) < 0
+
+
+def test_examples_that_talk_carry_the_key(launch: Launch) -> None:
+    server = launch("--api-key", "sesame", "--speculative-algorithm", "NGRAM")
+    for name in ("stream_generate.py", "chat_openai.py"):
+        assert run(name, "--api-key", "sesame", "Hello", url=server.url)
+        with pytest.raises(AssertionError, match="401"):
+            run(name, "Hello", url=server.url)
 
 
 def test_offline(tiny_model_dir: Path) -> None:

@@ -13,6 +13,9 @@ import pytest
 from docs_commands import FENCES, ROOT, Command, Fence, Kind, commands, documents, fences
 from docs_commands import split_commands as split
 
+from sgl_spec.messages import EngineState
+from sgl_spec.server.metrics import Metrics
+
 DOCUMENTS = [pytest.param(path, id=path.name) for path in documents()]
 
 
@@ -53,6 +56,25 @@ def test_readme_shows_both_commands() -> None:
     assert "make serve" in texts
     assert "make test" in texts
     assert any(text.startswith("curl ") for text in texts)
+
+
+def test_every_metric_is_listed() -> None:
+    metrics = Metrics("m", speculating=True)
+    metrics.engine.state = EngineState(
+        running=1, queued=0, used_tokens=1, cached_tokens=0, free_tokens=1
+    )
+    served = dict(re.findall(r"^# TYPE (\S+) (\w+)$", metrics.text().decode(), re.MULTILINE))
+    page = (ROOT / "docs" / "http.md").read_text()
+    listed = dict(re.findall(r"^\| `(sglang:\S+)` \| (\w+) \|", page, re.MULTILINE))
+    assert listed == {name: kind for name, kind in served.items() if not name.endswith("_created")}
+
+
+def test_make_help_lists_the_targets() -> None:
+    text = (ROOT / "Makefile").read_text()
+    shown = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+    for target in ("serve", "test", "check", "slow"):
+        assert re.search(rf"^  make {target} ", shown, re.MULTILINE)
+        assert re.search(rf"^{target}:", text, re.MULTILINE)
 
 
 def test_ci_runs_what_the_makefile_checks() -> None:
