@@ -7,6 +7,7 @@ a whole draft, `heads` for a head, each over the whole text at once.
 from __future__ import annotations
 
 import dataclasses
+import random
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,9 +29,10 @@ from safetensors.torch import load_file, save_file
 from tiny import make_tiny
 from torch import Tensor
 
-from sgl_spec import LLM
+from sgl_spec import LLM, Completion, SamplingParams
 from sgl_spec.engine.slots import SlotManager
 from sgl_spec.layers.context import ForwardBatch, KVCache
+from sgl_spec.request import TokenizedRequest
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.model_drafter import ModelDrafter
 from sgl_spec.speculative.tree import TokenTree
@@ -195,3 +197,82 @@ class Reference:
             rows = normed(rows, self.weights["norm.weight"], self.config["rms_norm_eps"])
             logits = rows @ self.weights["lm_head.weight"].T
         return F.pad(logits, (0, 0, 1, 0))
+
+
+class World:
+    """The target, a draft of each kind, and texts without speculation."""
+
+    def __init__(self, target: Path, directory: Path) -> None:
+        self.target = target
+        self.drafts = {kind: make_draft(kind, directory / kind, target) for kind in KINDS}
+        self.plain = drafted(target, None)
+        self._references: dict[str, Reference] = {}
+
+    def engine(self, kind: str, shape: str = "tree", **flags: Any) -> LLM:
+        return drafted(self.target, kind, self.drafts[kind], shape, **flags)
+
+    def reference(self, kind: str) -> Reference:
+        if kind not in self._references:
+            self._references[kind] = Reference(kind, self.target, self.drafts[kind])
+        return self._references[kind]
+
+    def texts(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[dict[str, Any]]
+    ) -> list[list[int]]:
+        return [one.output_ids for one in self.plain.generate(prompts, sampling)]
+
+
+class Steps:
+    """An engine driven step by step, requests coming and going in between."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.engine = llm.engine
+        self.found: list[list[int]] = []
+        self.hits: list[int] = []
+        self.ends: dict[int, str] = {}
+
+    def submit(self, prompt: list[int], sampling: dict[str, Any]) -> int:
+        rid = len(self.found)
+        self.found.append([])
+        self.hits.append(0)
+        params = SamplingParams(**sampling)
+        self.engine.submit(TokenizedRequest(rid=str(rid), input_ids=prompt, sampling=params))
+        return rid
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            for chunk in self.engine.step():
+                rid = int(chunk.rid)
+                self.found[rid] += chunk.ids
+                self.hits[rid] = chunk.cached_tokens
+                if chunk.finish is not None:
+                    assert rid not in self.ends
+                    self.ends[rid] = chunk.finish.kind
+
+    def finish(self) -> None:
+        while self.engine.has_work:
+            self.steps(1)
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        return self.found
+
+    @property
+    def cached(self) -> list[int]:
+        return self.hits
+
+
+def ids(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(3, 512) for _ in range(count)]
+
+
+def settings(count: int, new: int, **more: Any) -> list[dict[str, Any]]:
+    """Greedy and seeded requests in turn."""
+    return [
+        {"temperature": float(i % 2), "seed": i, "max_new_tokens": new, "ignore_eos": True, **more}
+        for i in range(count)
+    ]
+
+
+def whole(prompts: Sequence[list[int]], done: Sequence[Completion]) -> list[list[int]]:
+    return [prompt + one.output_ids for prompt, one in zip(prompts, done, strict=True)]
