@@ -243,7 +243,9 @@ class Worker:
         rows, committed = torch.from_numpy(batch.rows), torch.from_numpy(batch.committed)
         sampling = self._sampling_rows(batch.rows)
         lengths = batch.committed + 1
-        draft = DraftBatch(batch.rows, lengths, batch.max_nodes, self.tokens, sampling)
+        draft = DraftBatch(
+            batch.rows, lengths, batch.max_nodes, self.tokens, sampling, self._plain_ms(batch)
+        )
         tree = self._plan_tree(draft, batch.remaining)
         forward = tree_forward(tree, rows, committed, self.table.device)
         logits, features = self._verify(forward)
@@ -255,6 +257,10 @@ class Worker:
         self._round = _Round(draft, tree, accepted, offsets, features)
         logprobs = self.logprobs.of_emitted(batch.rows, accepted, logits, offsets)
         return self._output(draft, tree, accepted, logprobs)
+
+    def _plain_ms(self, batch: DecodeBatch) -> float | None:
+        size = len(batch.rows)
+        return None if self.costs is None else self.costs.table(size).cost(size)
 
     def _plan_tree(self, draft: DraftBatch, remaining: IntArray) -> TokenTree:
         if self.drafter is None or not (draft.max_nodes > 1).any():

@@ -45,6 +45,8 @@ class DraftBatch:
     tokens: [num_rows, width] int32; tokens[rows[i], :lengths[i]] is the request's text.
     sampling: the B requests' parameters, whose temperature and seed a drafter that samples needs;
         the engine always gives them.
+    plain_ms: what a round of these requests takes without drafts, for a drafter that weighs what it
+        costs itself; None where whole trees are wanted at any price.
     """
 
     rows: IntArray
@@ -52,6 +54,7 @@ class DraftBatch:
     max_nodes: IntArray
     tokens: npt.NDArray[np.int32]
     sampling: SamplingRows | None = None
+    plain_ms: float | None = None
 
     def roots(self) -> IntArray:
         """[B] each request's last known token, the root of its tree."""
@@ -63,7 +66,7 @@ class DraftBatch:
         if sampling is not None:
             sampling = sampling.select(torch.from_numpy(index))
         rows, lengths, most = self.rows[index], self.lengths[index], self.max_nodes[index]
-        return DraftBatch(rows, lengths, most, self.tokens, sampling)
+        return DraftBatch(rows, lengths, most, self.tokens, sampling, self.plain_ms)
 
 
 class Drafter(Protocol):

@@ -148,6 +148,10 @@ class GrownTrees:
         assert self.depth < self.steps, "the trees are grown"
         return self._frontier
 
+    def chances(self) -> Tensor:
+        """[B] estimated probability that the best node of the frontier is accepted."""
+        return self._scores.max(dim=1).values.exp()
+
     def finish(self, max_nodes: Tensor | None = None) -> TokenTree:
         """The best `draft_tokens` - 1 candidates under their roots, or fewer: those there are.
 

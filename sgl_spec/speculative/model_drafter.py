@@ -13,6 +13,7 @@ children follow from the last row either way.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import Tensor
 from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.models.draft import DraftModel
 from sgl_spec.speculative.base import DraftBatch, Drafter, DrafterContext, register_drafter
+from sgl_spec.speculative.draft_economy import DraftEconomy
 from sgl_spec.speculative.draft_rows import DraftTrees, span
 from sgl_spec.speculative.grow import GrownTrees
 from sgl_spec.speculative.propose import SampledTrees
@@ -47,14 +49,15 @@ class TreeShape:
 
 @dataclass(slots=True)
 class _Totals:
-    """Counts since the last flush: forwards and rows that wrote text, forwards of tree nodes, and
-    catch-ups of requests that were not drafted for."""
+    """Counts since the last flush: forwards and rows that wrote text, forwards of tree nodes,
+    catch-ups of requests that were not drafted for, and rounds in which drafting did not pay."""
 
     extends: int = 0
     extended_rows: int = 0
     tree_forwards: int = 0
     tree_rows: int = 0
     catch_ups: int = 0
+    rests: int = 0
 
 
 class ModelDrafter:
@@ -93,6 +96,8 @@ class ModelDrafter:
             # One round adds at most steps + 1 rows to those that may wait.
             most = WAITING_ROWS + shape.steps + 1
             self._waiting = self.last.new_zeros(num_rows, most, model.width)
+        self.economy = DraftEconomy()
+        self._begun: float | None = None  # when the round that is drafted for began
         self._totals = _Totals()
 
     # ---- the text
@@ -117,6 +122,10 @@ class ModelDrafter:
 
     def verified(self, batch: DraftBatch, counts: Tensor, features: Tensor | None) -> None:
         """See `KVDrafter`. The rows wait; requests with too many of them catch up."""
+        if self._begun is not None:
+            took = (time.perf_counter() - self._begun) * 1e3
+            self.economy.note_round(len(batch.rows), int(counts.sum()), took)
+            self._begun = None
         rows = torch.from_numpy(batch.rows)
         self._learn(rows, torch.from_numpy(batch.lengths) + counts, features)
         late = rows[self.known[rows] - self.written[rows] >= WAITING_ROWS]
@@ -163,6 +172,7 @@ class ModelDrafter:
 
     def flush(self) -> None:
         """See `Drafter`."""
+        self.economy.clear()
         self._totals = _Totals()
 
     def stats(self) -> dict[str, float]:
@@ -174,6 +184,7 @@ class ModelDrafter:
             "tree_forwards": totals.tree_forwards,
             "tree_rows": totals.tree_rows,
             "catch_ups": totals.catch_ups,
+            "rests": totals.rests,
         }
 
     # ---- trees
@@ -183,6 +194,10 @@ class ModelDrafter:
         (wanted,) = np.nonzero(batch.max_nodes > 1)
         if not len(wanted):
             return root_only(torch.from_numpy(batch.roots()))
+        if not self.economy.drafts(len(batch.rows), batch.plain_ms):
+            self._totals.rests += 1
+            return root_only(torch.from_numpy(batch.roots()))
+        self._begun = time.perf_counter()
         drafting = batch if len(wanted) == len(batch.rows) else batch.take(wanted)
         rows = torch.from_numpy(drafting.rows)
         self._know_roots(rows, torch.from_numpy(drafting.lengths))
@@ -227,12 +242,17 @@ class ModelDrafter:
         trees.expand(self.model.logits(hidden), self.model.token_ids)
         request = torch.arange(len(rows)).repeat_interleave(shape.topk)
         for _ in range(steps - 1):
+            chances = float(trees.chances().sum())
+            if not self.economy.deeper(len(rows), chances, batch.plain_ms):
+                break
+            begun = time.perf_counter()
             edge = trees.frontier()
             above = hidden.view(len(rows), -1, hidden.shape[1])
             above = above[request, edge.parents.flatten()]
             nodes = (edge.tokens.flatten(), edge.words.flatten(), edge.depth)
             hidden = self._run(columns, request, nodes, above)
             trees.expand(self.model.logits(hidden), self.model.token_ids)
+            self.economy.note_step(len(rows), (time.perf_counter() - begun) * 1e3)
         return trees.finish(torch.from_numpy(batch.max_nodes))
 
     def _draw(self, batch: DraftBatch) -> TokenTree:
