@@ -5,6 +5,8 @@ A document's ```bash blocks are one script, run from top to bottom by `tests/e2e
   a document has not started one yet, its clients talk to that of `make serve`;
 - a CLIENT command runs as it stands, 30000 replaced by the port, and must succeed;
 - a CI command is a Makefile target that `.ci/run` calls;
+- a TRAINING command takes a GPU and minutes: `tests/e2e/test_training_walk.py` runs the script with
+  a tiny model, which runs the others, and holds every flag against the command's own parser;
 - a SLOW command runs in the full matrix only (`make slow`);
 - a SETUP command cannot run inside its own result and is listed word for word.
 Anything else is an error. Other fences may be `text`, `json`, `http` (not executed, so no commands
@@ -33,6 +35,7 @@ class Kind(enum.Enum):
     CI = "ci"
     SLOW = "slow"
     SETUP = "setup"
+    TRAINING = "training"
 
 
 EXECUTED_BY: list[tuple[str, Kind]] = [
@@ -42,6 +45,8 @@ EXECUTED_BY: list[tuple[str, Kind]] = [
     (r"make (setup|test|lint|types|check)", Kind.CI),
     (r"make slow", Kind.SLOW),
     (rf"{PYTHON} -m sgl_spec\.bench .*", Kind.SLOW),
+    (rf"{PYTHON} -m sgl_spec\.training .*", Kind.TRAINING),
+    (r"PYTHON=\S+ examples/train_eagle3\.sh .*", Kind.TRAINING),
     (r"curl .*", Kind.CLIENT),
     (rf"{PYTHON} examples/\w+\.py( .*)?", Kind.CLIENT),
     (re.escape("sudo apt install python3-venv make"), Kind.SETUP),

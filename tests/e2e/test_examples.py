@@ -42,6 +42,7 @@ def server(launch_shared: Launch) -> Server:
 
 def test_every_example_is_run_here() -> None:
     tested = {"chat_openai.py", "stream_generate.py", "offline.py", "custom_drafter.py"}
+    tested.add("train_eagle3.sh")  # by test_training_walk.py
     tested |= {"quick.py", "choices.py"}
     assert {path.name for path in EXAMPLES.iterdir() if path.suffix} == tested
 
