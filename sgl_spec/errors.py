@@ -7,6 +7,18 @@ code.
 
 from __future__ import annotations
 
+import json
+
+PREVIEW_CHARS = 80
+
+
+def preview(value: object) -> str:
+    """A short JSON rendering of a value for messages."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=repr)
+    if not text.isascii():
+        text = text.encode(errors="backslashreplace").decode()  # lone surrogates
+    return text if len(text) <= PREVIEW_CHARS else text[: PREVIEW_CHARS - 3] + "..."
+
 
 class SglSpecError(Exception):
     """Base of every error that a user may be shown."""

@@ -177,7 +177,7 @@ class LLM:
         assert request.sampling.seed is not None
         if finish.kind == "abort":
             kind = InvalidRequestError if finish.status == 400 else SglSpecError
-            raise kind(finish.message or "The request was aborted.")
+            raise kind(finish.message or "The request was aborted.", param=finish.param)
         return Completion(
             text=self._text(request, chunk, finish),
             output_ids=chunk.ids,

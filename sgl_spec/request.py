@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from sgl_spec.errors import InvalidRequestError
+from sgl_spec.errors import InvalidRequestError, preview
 
 MAX_STOP_STRINGS = 32
 MAX_BIAS = 100.0
+MIN_REPETITION_PENALTY = 1e-30  # logits divided by it stay within float32
 MAX_TOP_LOGPROBS = 128
 MAX_LOGPROB_IDS = 1024
 # Bounds a reply: listed alternatives over all reported prompt positions.
@@ -128,8 +129,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for field in ("frequency_penalty", "presence_penalty"):
             if not -2 <= getattr(self, field) <= 2:
                 _refuse(field, getattr(self, field), "a number in [-2, 2]")
-        if not 0 < self.repetition_penalty <= 2:
-            _refuse("repetition_penalty", self.repetition_penalty, "a number in (0, 2]")
+        if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= 2:
+            allowed = f"a number in [{MIN_REPETITION_PENALTY:g}, 2]"
+            _refuse("repetition_penalty", self.repetition_penalty, allowed)
         for token, bias in self.logit_bias.items():
             if not 0 <= token < vocab_size:
                 _refuse("logit_bias", token, f"a map from token ids, 0 to {vocab_size - 1}")
@@ -152,8 +154,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def _check_stops(self, vocab_size: int) -> None:
-        if len(self.stop) > MAX_STOP_STRINGS or "" in self.stop:
-            _refuse("stop", list(self.stop), f"at most {MAX_STOP_STRINGS} non-empty strings")
+        allowed = f"at most {MAX_STOP_STRINGS} non-empty strings"
+        if len(self.stop) > MAX_STOP_STRINGS:
+            _refuse_count("stop", len(self.stop), "strings", allowed)
+        if "" in self.stop:
+            _refuse("stop", list(self.stop), allowed)
         for token in self.stop_token_ids:
             if not 0 <= token < vocab_size:
                 _refuse("stop_token_ids", token, f"ids from 0 to {vocab_size - 1}")
@@ -181,11 +186,8 @@ class LogprobParams(msgspec.Struct, frozen=True, kw_only=True):
             _refuse("logprob_start_len", self.logprob_start_len, allowed)
         _between("top_logprobs_num", self.top_logprobs_num, 0, min(MAX_TOP_LOGPROBS, vocab_size))
         if len(self.token_ids_logprob) > MAX_LOGPROB_IDS:
-            _refuse(
-                "token_ids_logprob",
-                f"{len(self.token_ids_logprob)} ids",
-                f"at most {MAX_LOGPROB_IDS} ids",
-            )
+            allowed = f"at most {MAX_LOGPROB_IDS} ids"
+            _refuse_count("token_ids_logprob", len(self.token_ids_logprob), "ids", allowed)
         for token in self.token_ids_logprob:
             if not 0 <= token < vocab_size:
                 _refuse("token_ids_logprob", token, f"ids from 0 to {vocab_size - 1}")
@@ -237,7 +239,11 @@ class Logprobs(msgspec.Struct):
 
 
 def _refuse(field: str, value: object, allowed: str) -> None:
-    raise InvalidRequestError(f"{field} must be {allowed}, got {value!r}.", param=field)
+    raise InvalidRequestError(f"{field} must be {allowed}, got {preview(value)}.", param=field)
+
+
+def _refuse_count(field: str, count: int, of: str, allowed: str) -> None:
+    raise InvalidRequestError(f"{field} must be {allowed}, got {count} {of}.", param=field)
 
 
 def _at_least(field: str, value: int, low: int) -> None:
@@ -254,13 +260,15 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
     """Why a request ended.
 
     `matched` is the stop token id or stop string of a "stop"; `message` and `status` tell about an
-    "abort" (status is the HTTP code to give when nothing has been sent yet).
+    "abort" (status is the HTTP code to give when nothing has been sent yet, `param` the field that
+    is to blame).
     """
 
     kind: Literal["stop", "length", "abort"]
     matched: int | str | None = None
     message: str | None = None
     status: int = 200
+    param: str | None = None
 
 
 class SpecStats(msgspec.Struct, kw_only=True):

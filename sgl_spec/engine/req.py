@@ -147,7 +147,7 @@ class Req:
         grammar = self.sampling.grammar
         assert grammar is not None
         message = f"{grammar.field} cannot be followed any further: {problem}."
-        return FinishReason(kind="abort", message=message, status=400)
+        return FinishReason(kind="abort", message=message, status=400, param=grammar.field)
 
 
 def make_req(request: TokenizedRequest, eos_ids: Sequence[int], stops: StopMatcher | None) -> Req:

@@ -103,7 +103,7 @@ class Scheduler:
         self.counters.requests += 1
         limit, rows = self.limits.max_queued, self.limits.max_running - len(self.running)
         if len(req.ids) + req.sampling.max_new_tokens > self.limits.max_request_tokens:
-            self._refuse(req, 400, self._too_long(req))
+            self._refuse(req, 400, self._too_long(req), "max_new_tokens")
         elif limit is not None and len(self.waiting) + len(self.compiling) >= limit + rows:
             self._refuse(req, 503, "The request queue is full.")
         elif (grammar := req.sampling.grammar) is not None:
@@ -177,7 +177,7 @@ class Scheduler:
         grammar = req.sampling.grammar
         assert grammar is not None
         self._stop_compiling(req)
-        self._refuse(req, 400, f"{grammar.field} {reason}.")
+        self._refuse(req, 400, f"{grammar.field} {reason}.", grammar.field)
 
     def _stop_compiling(self, req: Req) -> None:
         assert self.grammars is not None
@@ -361,9 +361,10 @@ class Scheduler:
         self.worker.close(row)
         self.slots.close(req, keep)
 
-    def _refuse(self, req: Req, status: int, message: str) -> None:
+    def _refuse(self, req: Req, status: int, message: str, param: str | None = None) -> None:
         self.counters.aborted += 1
-        self._end(req, FinishReason(kind="abort", message=message, status=status))
+        reason = FinishReason(kind="abort", message=message, status=status, param=param)
+        self._end(req, reason)
 
     def _too_long(self, req: Req) -> str:
         return (

@@ -228,9 +228,10 @@ def _refuse_sliding_window(keys: Keys, family: _Family, context: int) -> None:
 def _context(model_limit: int, asked: int | None) -> int:
     if asked is None:
         return model_limit
-    if not 1 <= asked <= model_limit:
+    if not 2 <= asked <= model_limit:
         raise ConfigError(
-            f"--context-length {asked} is out of range; the model allows 1 to {model_limit}.",
+            f"--context-length must be an integer from 2 to {model_limit}, which is this model's "
+            f"own, got {asked}.",
             param="context_length",
         )
     return asked

@@ -12,11 +12,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import msgspec
-import orjson
 
 from sgl_spec.errors import InvalidRequestError
-
-PREVIEW_CHARS = 80
+from sgl_spec.errors import preview as preview
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -92,15 +90,6 @@ PROMPTS = Kind(
 )
 
 
-def preview(value: object) -> str:
-    """A short JSON rendering of a value for error messages."""
-    try:
-        text = orjson.dumps(value, default=repr).decode()
-    except orjson.JSONEncodeError:  # an integer of more than 64 bits, a lone surrogate
-        text = ascii(value)
-    return text if len(text) <= PREVIEW_CHARS else text[: PREVIEW_CHARS - 3] + "..."
-
-
 def refuse(param: str, allowed: str, value: object) -> NoReturn:
     """Raise the error for a value of the wrong type or range."""
     raise InvalidRequestError(f"{param} must be {allowed}, got {preview(value)}.", param=param)
@@ -130,7 +119,7 @@ def _collect(body: dict[str, Any], table: Table, where: str) -> dict[str, Any]:
         if value is None:
             result.setdefault(target, rule.default)
         elif target in source and result[target] != value:
-            first, second = _path(where, source[target]), _path(where, name)
+            first, second = path_of(where, source[target]), path_of(where, name)
             raise InvalidRequestError(
                 f"{first} and {second} mean the same and differ: "
                 f"{preview(result[target])} and {preview(value)}.",
@@ -143,21 +132,21 @@ def _collect(body: dict[str, Any], table: Table, where: str) -> dict[str, Any]:
 
 def _check_field(name: str, value: Any, table: Table, where: str) -> None:
     rule = table.get(name)
-    path = _path(where, name)
+    field = path_of(where, name)
     if rule is None:
         near = difflib.get_close_matches(name, table, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise InvalidRequestError(f"Unknown field {path!r}.{hint}", param=path)
+        hint = f" Did you mean {preview(near[0])}?" if near else ""
+        raise InvalidRequestError(f"Unknown field {preview(field)}.{hint}", param=field)
     if value is None:
         return
     if isinstance(rule, Use) and not rule.kind.accepts(value):
-        refuse(path, rule.kind.allowed, value)
+        refuse(field, rule.kind.allowed, value)
     if isinstance(rule, Refuse) and not any(_same(value, neutral) for neutral in rule.neutral):
         allowed = " or ".join(["null", *map(preview, rule.neutral)])
         raise InvalidRequestError(
-            f"{path} is not supported by this server: got {preview(value)}, only {allowed} "
+            f"{field} is not supported by this server: got {preview(value)}, only {allowed} "
             "is accepted.",
-            param=path,
+            param=field,
         )
 
 
@@ -166,5 +155,6 @@ def _same(value: object, neutral: object) -> bool:
     return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
 
 
-def _path(where: str, name: str) -> str:
+def path_of(where: str, name: str) -> str:
+    """The field `name` of the object at `where` in the request, as messages name it."""
     return f"{where}.{name}" if where else name

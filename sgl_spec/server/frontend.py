@@ -15,7 +15,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from sgl_spec.errors import EngineDeadError, InvalidRequestError, SglSpecError, UnavailableError
+from sgl_spec.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    SglSpecError,
+    UnavailableError,
+    preview,
+)
 from sgl_spec.messages import (
     Abort,
     Chunks,
@@ -209,7 +215,7 @@ class Frontend:
         rids = [request.rid for request in requests]
         for name in {*rids, group} - {None}:
             if name in self._open or name in self._groups:
-                raise InvalidRequestError(f"rid {name!r} is already in use.", param="rid")
+                raise InvalidRequestError(f"rid {preview(name)} is already in use.", param="rid")
         if len(set(rids)) < len(rids):
             raise InvalidRequestError("rid must differ within a batch.", param="rid")
         ticket = Ticket(self, requests, group)

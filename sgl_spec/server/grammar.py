@@ -18,6 +18,7 @@ from sgl_spec.server.fields import (
     Kind,
     Table,
     Use,
+    path_of,
     read_object,
     refuse,
 )
@@ -36,22 +37,23 @@ _JSON_SCHEMA: Table = {
 _TYPES = '"text", "json_object" or "json_schema"'
 
 
-def grammar_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+def grammar_of(fields: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """The fields of `SamplingParams` that say what the output must match. fields: a request's, with
-    `response_format` where the route has it."""
+    `response_format` where the route has it. where: the path of the object that holds them."""
     chosen: dict[str, Any] = {kind: fields[kind] for kind in GRAMMAR_KINDS}
-    if isinstance(chosen["json_schema"], dict):
-        chosen["json_schema"] = schema_text(chosen["json_schema"], "json_schema")
     schema = _read_response_format(fields.get("response_format"))
-    if schema is None:
-        return chosen
-    for kind in GRAMMAR_KINDS:
-        if chosen[kind] is not None:
-            raise InvalidRequestError(
-                f"response_format and {kind} cannot both be given: an output has one grammar.",
-                param=kind,
-            )
-    return chosen | {"json_schema": schema, "grammar_field": "response_format"}
+    given = [path_of(where, kind) for kind in GRAMMAR_KINDS if chosen[kind] is not None]
+    given = given if schema is None else ["response_format", *given]
+    if len(given) > 1:
+        raise InvalidRequestError(
+            f"{given[0]} and {given[1]} cannot both be given: an output has one grammar.",
+            param=given[1],
+        )
+    if isinstance(chosen["json_schema"], dict):
+        chosen["json_schema"] = schema_text(chosen["json_schema"], given[0])
+    if schema is not None:
+        chosen["json_schema"] = schema
+    return chosen | {"grammar_field": given[0] if given else None}
 
 
 def _read_response_format(value: object) -> str | None:

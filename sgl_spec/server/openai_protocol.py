@@ -27,7 +27,7 @@ from sgl_spec.server.fields import (
     refuse,
 )
 from sgl_spec.server.requests import Asked
-from sgl_spec.server.sampling import OPENAI, SamplingDefaults, sampling_of
+from sgl_spec.server.sampling import OPENAI, SamplingDefaults, client_names, sampling_of
 
 MAX_OPENAI_LOGPROBS = 20
 
@@ -172,9 +172,10 @@ def read_completions(
     body: object,
     defaults: SamplingDefaults,
     served: tuple[str, ...],
-    decode: Callable[[list[int]], str],
+    decode: Callable[[list[int], str], str],
 ) -> OpenAICall:
-    """Check a /v1/completions body. decode: ids to text, for `echo` of an id prompt."""
+    """Check a /v1/completions body. decode: ids, which the client calls so, to text; for `echo` of
+    an id prompt."""
     fields = defaults.fill(read_object(body, COMPLETIONS))
     check_model(fields["model"], served)
     prompt = fields["prompt"]
@@ -187,12 +188,18 @@ def read_completions(
     if fields["logprobs"] is not None:
         logprobs = _logprobs("logprobs", fields["logprobs"], start=0 if fields["echo"] else -1)
     names = {"max_new_tokens": "max_tokens", "top_logprobs_num": "logprobs"}
+    names |= _names(body)
     asked = [
         _ask(one, f"prompt[{i}]" if batch else "prompt", fields, names, logprobs)
         for i, one in enumerate(prompts)
     ]
-    echo = [one if isinstance(one, str) else decode(one) for one in prompts]
-    return _call(fields, asked, echo if fields["echo"] else None)
+    echo = None
+    if fields["echo"]:
+        echo = [
+            one if isinstance(one, str) else decode(one, item.where)
+            for one, item in zip(prompts, asked, strict=True)
+        ]
+    return _call(fields, asked, echo)
 
 
 def read_chat(
@@ -210,9 +217,14 @@ def read_chat(
     logprobs = _logprobs("top_logprobs", fields["top_logprobs"], start=-1)
     if logprobs.top_logprobs_num and not fields["logprobs"]:
         refuse("top_logprobs", "0 or left out unless logprobs is true", fields["top_logprobs"])
-    names = {"max_new_tokens": budget, "top_logprobs_num": "top_logprobs"}
+    names = {"max_new_tokens": budget, "top_logprobs_num": "top_logprobs"} | _names(body)
     asked = _ask(text, "messages", fields, names, logprobs if fields["logprobs"] else None)
     return _call(fields, [msgspec.structs.replace(asked, add_special_tokens=False)], None)
+
+
+def _names(body: object) -> dict[str, str]:
+    assert isinstance(body, dict)
+    return {"min_new_tokens": "min_tokens"} | client_names(body)
 
 
 def _logprobs(name: str, top: int, start: int) -> LogprobParams:
@@ -234,7 +246,7 @@ def _ask(
         where=where,
         n=fields["n"],
         sampling=sampling_of(fields),
-        names=names | {"min_new_tokens": "min_tokens"},
+        names=names,
         logprobs=logprobs,
     )
 
@@ -270,7 +282,7 @@ def _chat_prompt(fields: dict[str, Any]) -> ChatPrompt:
     for name in RESERVED_KWARGS:
         if name in kwargs:
             raise InvalidRequestError(
-                f"chat_template_kwargs cannot set {name!r}.", param="chat_template_kwargs"
+                f"chat_template_kwargs cannot set {preview(name)}.", param="chat_template_kwargs"
             )
     return ChatPrompt(
         messages=messages,

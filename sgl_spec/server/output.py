@@ -117,5 +117,5 @@ def failure_of(finish: FinishReason | None) -> SglSpecError | None:
     message = finish.message or "The request was aborted."
     for kind in (InvalidRequestError, UnavailableError):
         if finish.status == kind.status:
-            return kind(message)
+            return kind(message, param=finish.param)
     return SglSpecError(message)

@@ -29,7 +29,7 @@ from sgl_spec.server.fields import (
 from sgl_spec.server.logprobs import NativeLogprobs
 from sgl_spec.server.output import Output
 from sgl_spec.server.requests import Asked
-from sgl_spec.server.sampling import NATIVE, sampling_of
+from sgl_spec.server.sampling import NATIVE, client_names, sampling_of
 
 FLAGS = Kind(
     "true, false or a list of these", lambda v: BOOLEAN.accepts(v) or list_of(BOOLEAN.accepts)(v)
@@ -108,7 +108,14 @@ def read_generate(body: object) -> GenerateCall:
     samplings = _samplings(fields["sampling_params"], len(prompts), batch)
     logprobs = _logprobs(fields, len(prompts), batch)
     asked = [
-        _ask(prompt, f"{where}[{i}]" if batch else where, sampling, wanted)
+        Asked(
+            prompt=prompt,
+            where=f"{where}[{i}]" if batch else where,
+            n=sampling.n,
+            sampling=sampling.fields,
+            names=sampling.names | _logprob_names(fields, i),
+            logprobs=wanted,
+        )
         for i, (prompt, sampling, wanted) in enumerate(
             zip(prompts, samplings, logprobs, strict=True)
         )
@@ -144,16 +151,30 @@ def _prompts(fields: dict[str, Any]) -> tuple[str, list[Any], bool]:
     return where, value if batch else [value], batch
 
 
-def _samplings(value: Any, count: int, batch: bool) -> list[dict[str, Any]]:
+class _Sampling(msgspec.Struct, frozen=True):
+    """Read `sampling_params`: the fields of `SamplingParams`, and what the client calls them."""
+
+    fields: dict[str, Any]
+    names: dict[str, str]
+    n: int
+
+
+def _samplings(value: Any, count: int, batch: bool) -> list[_Sampling]:
     if not isinstance(value, list):
-        return [read_object(value or {}, NATIVE, "sampling_params")] * count
+        return [_sampling(value or {}, "sampling_params")] * count
     if not batch or len(value) != count:
         raise InvalidRequestError(
             "sampling_params must be one object, or a list with one per prompt of a batch; got "
             f"{len(value)} for {count} prompt{'s' * (count > 1)}.",
             param="sampling_params",
         )
-    return [read_object(item, NATIVE, f"sampling_params[{i}]") for i, item in enumerate(value)]
+    return [_sampling(item, f"sampling_params[{i}]") for i, item in enumerate(value)]
+
+
+def _sampling(value: dict[str, Any], where: str) -> _Sampling:
+    read = read_object(value, NATIVE, where)
+    check_choices(read["n"], f"{where}.n")
+    return _Sampling(sampling_of(read, where), client_names(value, where), read["n"])
 
 
 def _logprobs(fields: dict[str, Any], count: int, batch: bool) -> list[LogprobParams | None]:
@@ -192,17 +213,14 @@ def _each(name: str, value: Any, count: int, batch: bool) -> list[Any]:
     return value
 
 
-def _ask(
-    prompt: str | list[int], where: str, sampling: dict[str, Any], logprobs: LogprobParams | None
-) -> Asked:
-    check_choices(sampling["n"], "n")
-    return Asked(
-        prompt=prompt,
-        where=where,
-        n=sampling["n"],
-        sampling=sampling_of(sampling),
-        logprobs=logprobs,
-    )
+def _logprob_names(fields: dict[str, Any], member: int) -> dict[str, str]:
+    """What a prompt's log-probability settings are called where they are members of a list."""
+    listed = {
+        name: isinstance(fields[name], list) for name in ("logprob_start_len", "top_logprobs_num")
+    }
+    ids = fields["token_ids_logprob"]
+    listed["token_ids_logprob"] = bool(ids) and isinstance(ids[0], list)
+    return {name: f"{name}[{member}]" for name, several in listed.items() if several}
 
 
 class GenerateReplies:

@@ -130,8 +130,10 @@ class RequestMaker:
     def _fit(self, ids: list[int], item: Asked) -> tuple[list[int], SamplingParams]:
         info = self._info
         if len(ids) >= info.context_length and not self._truncate:
+            longer = len(ids) > info.context_length
+            problem = "is longer than" if longer else "leaves no room for output in"
             raise InvalidRequestError(
-                f"The input ({len(ids)} tokens) is longer than the model's context length "
+                f"The input ({len(ids)} tokens) {problem} the model's context length "
                 f"({info.context_length} tokens).",
                 param=item.where,
             )
@@ -146,20 +148,23 @@ class RequestMaker:
         if wanted.get("max_new_tokens") is None:
             wanted["max_new_tokens"] = self._room(len(ids))
         sampling = self._check(wanted, item.names)
-        excess = len(ids) + sampling.max_new_tokens - info.context_length
-        if self._truncate:
-            excess = sampling.max_new_tokens - self._room(len(ids))
-        elif excess > 0:
-            name = item.names.get("max_new_tokens", "max_new_tokens")
-            raise InvalidRequestError(
-                "Requested token count exceeds the model's maximum context length of "
-                f"{info.context_length} tokens: {len(ids)} in the prompt and "
-                f"{sampling.max_new_tokens} for {name}.",
-                param=name,
-            )
-        budget = sampling.max_new_tokens - max(0, excess)
+        budget = min(sampling.max_new_tokens, self._room(len(ids)))
+        if budget < sampling.max_new_tokens and not self._truncate:
+            raise self._too_many(len(ids), sampling.max_new_tokens, item)
         minimum = min(sampling.min_new_tokens, budget)
         return ids, msgspec.structs.replace(sampling, max_new_tokens=budget, min_new_tokens=minimum)
+
+    def _too_many(self, prompt_len: int, new: int, item: Asked) -> InvalidRequestError:
+        info = self._info
+        limit = f"the model's maximum context length of {info.context_length} tokens"
+        if prompt_len + new <= info.context_length:
+            limit = f"the {info.max_request_tokens} tokens that the KV pool holds for one request"
+        name = item.names.get("max_new_tokens", "max_new_tokens")
+        return InvalidRequestError(
+            f"Requested token count exceeds {limit}: {prompt_len} in {item.where} and {new} for "
+            f"{name}.",
+            param=name,
+        )
 
     def _check_logprobs(self, item: Asked, prompt_len: int) -> None:
         if item.logprobs is None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from sgl_spec.errors import InvalidRequestError
+from sgl_spec.errors import InvalidRequestError, preview
 from sgl_spec.request import SamplingParams, Speculation
 from sgl_spec.server.fields import (
     BOOLEAN,
@@ -21,6 +21,7 @@ from sgl_spec.server.fields import (
     Use,
     is_integer,
     is_number,
+    path_of,
 )
 from sgl_spec.server.grammar import GRAMMAR, grammar_of
 
@@ -165,7 +166,9 @@ class SamplingDefaults:
         assert isinstance(field, Use)
         try:
             if not field.kind.accepts(value):
-                raise InvalidRequestError(f"{name} must be {field.kind.allowed}, got {value!r}.")
+                raise InvalidRequestError(
+                    f"{name} must be {field.kind.allowed}, got {preview(value)}."
+                )
             SamplingParams(**{name: value}).check(vocab_size=1)
         except InvalidRequestError as error:
             logger.warning("The model's generation_config is not used: %s", error.message)
@@ -178,8 +181,16 @@ class SamplingDefaults:
         return fields | absent
 
 
-def sampling_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The `SamplingParams` fields among `fields`, as its types."""
+def client_names(sent: Mapping[str, Any], where: str = "") -> dict[str, str]:
+    """What the client calls the fields of `SamplingParams` where that is not their own name. sent:
+    the object that held them, at `where` in the request."""
+    other = sent.get("sampling_seed") is not None and sent.get("seed") is None
+    names = {name: path_of(where, name) for name in SAMPLING_FIELDS} if where else {}
+    return names | ({"seed": path_of(where, "sampling_seed")} if other else {})
+
+
+def sampling_of(fields: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """The `SamplingParams` fields among `fields`, as its types. where: their object's path."""
     chosen = {name: fields[name] for name in SAMPLING_FIELDS}
     stop = chosen["stop"]
     chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -188,4 +199,4 @@ def sampling_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(chosen["speculation"], dict):
         most = min(chosen["speculation"]["max_draft_tokens"], MAX_DRAFT_TOKENS)
         chosen["speculation"] = Speculation(max_draft_tokens=most)
-    return chosen | grammar_of(fields)
+    return chosen | grammar_of(fields, where)

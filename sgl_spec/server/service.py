@@ -101,8 +101,8 @@ class Service:
         outputs = [Output(request, self._tokenizer.tokenizer) for request in made.requests]
         return Run(self.frontend, made, outputs, replies)
 
-    def _decode_prompt(self, ids: list[int]) -> str:
-        check_ids(ids, "prompt", self.info.vocab_size)
+    def _decode_prompt(self, ids: list[int], where: str) -> str:
+        check_ids(ids, where, self.info.vocab_size)
         return self._tokenizer.decode(ids)
 
     def _cut_echo(self, echo: list[str], made: Made) -> list[str]:
@@ -152,8 +152,8 @@ class Service:
         if tokens is None:
             raise InvalidRequestError("tokens is required.", param="tokens")
         batch = bool(tokens) and isinstance(tokens[0], list)
-        for ids in tokens if batch else [tokens]:
-            check_ids(ids, "tokens", self.info.vocab_size)
+        for i, ids in enumerate(tokens if batch else [tokens]):
+            check_ids(ids, f"tokens[{i}]" if batch else "tokens", self.info.vocab_size)
         skip = fields["skip_special_tokens"]
         decode = self._tokenizer.decode
         if batch:

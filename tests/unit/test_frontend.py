@@ -116,7 +116,7 @@ def test_names_in_use_are_refused_until_the_engine_has_let_go() -> None:
     async def body(link: Link) -> None:
         for clash in ([request("a")], [request("b"), request("a")]):
             async with link.frontend.open([request("a")]):
-                with pytest.raises(InvalidRequestError, match="rid 'a' is already in use"):
+                with pytest.raises(InvalidRequestError, match='rid "a" is already in use'):
                     link.frontend.open(clash)
             with pytest.raises(InvalidRequestError, match="already in use"):
                 link.frontend.open(clash)  # aborted, but not yet ended

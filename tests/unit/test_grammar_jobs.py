@@ -129,6 +129,8 @@ def test_what_cannot_be_compiled_is_a_400_that_names_the_field(
     assert rig.ends["a"].finish.status == rig.ends["b"].finish.status == 400
     assert rig.ends["a"].finish.message.startswith("regex cannot be compiled: ")
     assert rig.ends["b"].finish.message.startswith("response_format cannot be compiled: ")
+    assert rig.ends["a"].finish.param == "regex"
+    assert rig.ends["b"].finish.param == "response_format"
     assert rig.ends["free"].finish.kind != "abort"
     assert not rig.scheduler.compiling
 

@@ -57,7 +57,7 @@ class TestReadObject:
                 read_object({name: value}, self.TABLE)
 
     def test_unknown_names_get_a_hint(self) -> None:
-        with pytest.raises(InvalidRequestError, match=r"'a\.cuont'. Did you mean 'count'"):
+        with pytest.raises(InvalidRequestError, match=r'"a\.cuont"\. Did you mean "count"'):
             read_object({"cuont": 1}, self.TABLE, "a")
 
     @pytest.mark.parametrize("body", [None, [], "x", 3])
@@ -97,7 +97,7 @@ BAD_GENERATE: list[tuple[dict[str, Any], str]] = [
     (GOOD | {"sampling_params": {"stop_token_ids": [None]}}, r"sampling_params\.stop_token_ids"),
     (GOOD | {"sampling_params": {"stop_token_ids": ["a"]}}, r"sampling_params\.stop_token_ids"),
     (GOOD | {"sampling_params": {"stop": 1}}, r"sampling_params\.stop must be"),
-    (GOOD | {"sampling_params": {"temprature": 1}}, "Did you mean 'temperature'"),
+    (GOOD | {"sampling_params": {"temprature": 1}}, 'Did you mean "temperature"'),
     (
         GOOD | {"sampling_params": {"frequency_penalty": "0.5"}},
         r"params\.frequency_penalty must be",

@@ -20,7 +20,7 @@ def chat(body: dict[str, Any]) -> OpenAICall:
 
 
 def completions(body: dict[str, Any]) -> OpenAICall:
-    return read_completions(body, NO_DEFAULTS, SERVED, repr)
+    return read_completions(body, NO_DEFAULTS, SERVED, lambda ids, where: f"{where}: {ids}")
 
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
@@ -58,7 +58,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"x": 1}}},
-        r"Unknown field 'response_format\.json_schema\.x'",
+        r'Unknown field "response_format\.json_schema\.x"',
     ),
     (
         {"prompt": "a", "response_format": {"type": "json_object"}, "regex": "a"},
@@ -67,7 +67,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "structural_tag": "{}"}, "structural_tag is not supported"),
     ({"prompt": "a", "stream_options": {"include_usage": 1}}, r"stream_options\.include_usage"),
     ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, r"stream_options\.x"),
-    ({"prompt": "a", "messages": []}, "Unknown field 'messages'"),
+    ({"prompt": "a", "messages": []}, 'Unknown field "messages"'),
 ]
 
 
@@ -80,7 +80,10 @@ def test_completions_refuses(body: dict[str, Any], message: str) -> None:
 def test_completions_prompts_and_echo() -> None:
     assert [a.prompt for a in completions({"prompt": ["a", "b"]}).asked] == ["a", "b"]
     assert [a.prompt for a in completions({"prompt": [1, 2]}).asked] == [[1, 2]]
-    assert completions({"prompt": [[1], [2]], "echo": True}).echo == ["[1]", "[2]"]
+    assert completions({"prompt": [[1], [2]], "echo": True}).echo == [
+        "prompt[0]: [1]",
+        "prompt[1]: [2]",
+    ]
     assert completions({"prompt": "a"}).asked[0].sampling["max_new_tokens"] == 16
 
 

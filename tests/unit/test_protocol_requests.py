@@ -82,7 +82,7 @@ class TestMake:
             ({"frequency_penalty": 2.1}, r"frequency_penalty must be a number in \[-2, 2\]"),
             ({"frequency_penalty": -2.1}, "frequency_penalty must be"),
             ({"presence_penalty": 3}, "presence_penalty must be"),
-            ({"repetition_penalty": 0}, r"repetition_penalty must be a number in \(0, 2\]"),
+            ({"repetition_penalty": 0}, r"repetition_penalty must be a number in \[1e-30, 2\]"),
             ({"repetition_penalty": 2.5}, "repetition_penalty must be"),
             (
                 {"logit_bias": {"512": 1}},
@@ -126,14 +126,25 @@ class TestMake:
             assert len(request.input_ids) + request.sampling.max_new_tokens == CONTEXT
             with pytest.raises(InvalidRequestError, match="Requested token count exceeds"):
                 make(tokenizer, asked([5] * prompt, max_new_tokens=CONTEXT - prompt + 1))
-        for prompt in (CONTEXT, CONTEXT + 1, 10 * CONTEXT):
-            with pytest.raises(InvalidRequestError, match=r"The input \(\d+ tokens\) is longer"):
+        for prompt, problem in (
+            (CONTEXT, "leaves no room for output in"),
+            (CONTEXT + 1, "is longer than"),
+            (10 * CONTEXT, "is longer than"),
+        ):
+            message = rf"The input \({prompt} tokens\) {problem} the model's context length \(64 "
+            with pytest.raises(InvalidRequestError, match=message):
                 make(tokenizer, asked([5] * prompt))
 
     def test_a_pool_smaller_than_the_context(self, tokenizer: ServerTokenizer) -> None:
         small = {"max_req_input_len": 9, "max_request_tokens": 10}
         with pytest.raises(InvalidRequestError, match=r"Input length \(10 tokens\) exceeds"):
             make(tokenizer, asked([5] * 10), **small)
+        item = msgspec.structs.replace(
+            asked([5] * 4, max_new_tokens=7), names={"max_new_tokens": "max_tokens"}
+        )
+        with pytest.raises(InvalidRequestError, match=r"4 in text and 7 for max_tokens") as caught:
+            make(tokenizer, item, **small)
+        assert caught.value.param == "max_tokens"
         item = asked([5] * 4)
         item.sampling["max_new_tokens"] = None
         (request,) = make(tokenizer, item, **small).requests
@@ -152,9 +163,8 @@ class TestMake:
 
     def test_long_text_is_tokenised_alike(self, tokenizer: ServerTokenizer) -> None:
         text = "the harbour " * 2000
-        (request,) = make(
-            tokenizer, asked(text), context_length=10**6, max_req_input_len=10**6
-        ).requests
+        sizes = ("context_length", "max_req_input_len", "max_request_tokens")
+        (request,) = make(tokenizer, asked(text), **dict.fromkeys(sizes, 10**6)).requests
         assert request.input_ids == tokenizer.encode(text)
 
     def test_seeds(self, tokenizer: ServerTokenizer) -> None:

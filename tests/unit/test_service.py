@@ -11,10 +11,12 @@ from test_protocol_requests import INFO
 from tiny import make_tokenizer
 
 from sgl_spec.args import ServerArgs
+from sgl_spec.errors import InvalidRequestError
 from sgl_spec.messages import Chunks, OutputChunk, Submit, ToEngine
 from sgl_spec.request import FinishReason, Logprobs
 from sgl_spec.server.frontend import Frontend
 from sgl_spec.server.http import OPEN_PATHS, ApiKey
+from sgl_spec.server.output import failure_of
 from sgl_spec.server.service import Service
 from sgl_spec.server.tokenizer import ServerTokenizer
 
@@ -91,6 +93,94 @@ def test_the_warm_up_fits_into_small_contexts_and_pools() -> None:
         asyncio.run(rig.service.warm_up())
         (sent,) = rig.sent
         assert (len(sent.request.input_ids), sent.request.sampling.max_new_tokens) == (1, tokens)
+
+
+ONE: dict[str, Any] = {"input_ids": [1]}
+TWO: dict[str, Any] = {"input_ids": [[1], [2]]}
+LOGPROBS = {**TWO, "return_logprob": True}
+ROOMY = {"context_length": 1000, "max_req_input_len": 999, "max_request_tokens": 1000}
+FAULTS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("generate", {**ONE, "sampling_params": {"seed": 2**63}}, "sampling_params.seed", "64-bit"),
+    (
+        "generate",
+        {**ONE, "sampling_params": {"sampling_seed": 2**63}},
+        "sampling_params.sampling_seed",
+        "64-bit signed integer, got 9223372036854775808.",
+    ),
+    ("completions", {"prompt": "a", "sampling_seed": 2**63}, "sampling_seed", "64-bit"),
+    ("completions", {"prompt": "a", "seed": 2**63}, "seed", "64-bit"),
+    ("generate", {**TWO, "sampling_params": {"top_p": 0}}, "sampling_params.top_p", "number in"),
+    (
+        "generate",
+        {**TWO, "sampling_params": [{}, {"top_p": 0}]},
+        "sampling_params[1].top_p",
+        "number in",
+    ),
+    ("generate", {**TWO, "sampling_params": [{}, {"n": 0}]}, "sampling_params[1].n", "1 to 128"),
+    ("generate", {**TWO, "sampling_params": [{}, {"seed": "1"}]}, "sampling_params[1].seed", "int"),
+    ("generate", {"input_ids": [[1], [2, 999]]}, "input_ids[1]", "got 999"),
+    ("generate", {"input_ids": [[1], [5] * 1000]}, "input_ids[1]", "leaves no room for output"),
+    (
+        "generate",
+        {**TWO, "sampling_params": [{}, {"regex": "a", "ebnf": "b"}]},
+        "sampling_params[1].ebnf",
+        "sampling_params[1].regex and sampling_params[1].ebnf cannot both be given",
+    ),
+    ("generate", {**LOGPROBS, "top_logprobs_num": [0, 129]}, "top_logprobs_num[1]", "got 129"),
+    ("generate", {**LOGPROBS, "token_ids_logprob": [[], [999]]}, "token_ids_logprob[1]", "999"),
+    ("generate", {**LOGPROBS, "token_ids_logprob": [999]}, "token_ids_logprob", "999"),
+    (
+        "completions",
+        {"prompt": [[1], [999]], "echo": True},
+        "prompt[1]",
+        "prompt[1][0] must be a token id from 0 to 511, got 999.",
+    ),
+    ("completions", {"prompt": ["a", "b"], "min_tokens": 17}, "min_tokens", "0 to 16, got 17"),
+    (
+        "completions",
+        {"prompt": "a", "stop": ["x"] * 5000},
+        "stop",
+        "stop must be at most 32 non-empty strings, got 5000 strings.",
+    ),
+    ("completions", {"prompt": "a", "stop": ["é", ""]}, "stop", 'got ["é",""].'),
+    ("completions", {"prompt": "a", "x" * 99: 1}, "x" * 99, "x" * 76 + "...."),
+    ("detokenize", {"tokens": [[1], [2, 3, -1]]}, "tokens[1]", "tokens[1][2] must be a token id"),
+    ("detokenize", {"tokens": [1, 512]}, "tokens", "tokens[1] must be a token id"),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "param", "message"), FAULTS)
+def test_errors_name_fields_as_the_client_does(
+    route: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    rig = Rig(**ROOMY)
+
+    async def ask() -> None:
+        found = getattr(rig.service, route)(body)
+        await found
+
+    with pytest.raises(InvalidRequestError) as caught:
+        asyncio.run(ask())
+    assert caught.value.param == param
+    assert message in caught.value.message
+    assert len(caught.value.message) < 300
+    assert not rig.sent
+
+
+def test_grammars_keep_the_name_that_the_client_used() -> None:
+    """The engine, which may refuse them, words its errors with it."""
+    for where, body in (
+        ("sampling_params", {**ONE, "sampling_params": {"regex": "a"}}),
+        ("sampling_params[1]", {**TWO, "sampling_params": [{}, {"regex": "a"}]}),
+    ):
+        run, _ = asyncio.run(Rig(**ROOMY).service.generate(body))
+        grammar = run.made.requests[-1].sampling.grammar
+        assert grammar is not None
+        assert grammar.field == f"{where}.regex"
+    problem = FinishReason(kind="abort", message="regex is bad", status=400, param="regex")
+    failure = failure_of(problem)
+    assert failure is not None
+    assert (failure.status, failure.param) == (400, "regex")
 
 
 @pytest.mark.parametrize("key", ["sésame", "船", "sesame"])
