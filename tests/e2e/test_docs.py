@@ -18,6 +18,8 @@ from serving import READY_TIMEOUT_S, Server, free_port, start_command
 VENV_BIN = Path(sys.executable).parent
 RUN_TIMEOUT_S = 300
 SLOW_TIMEOUT_S = 3600
+# Commands with one of these talk to no server.
+ALONE = ("bench", "--help", "quick.py", "offline.py", "choices.py")
 
 
 class Reader:
@@ -52,8 +54,7 @@ class Reader:
         self._server.wait_until_ready(READY_TIMEOUT_S)
 
     def run(self, command: Command) -> None:
-        needs_server = "bench" not in command.text and "--help" not in command.text
-        if self._server is None and needs_server:
+        if self._server is None and not any(word in command.text for word in ALONE):
             self.serve("make serve")
         url = self._server.url if self._server else ""
         port = int(url.rpartition(":")[2] or DEFAULT_PORT)
