@@ -14,6 +14,7 @@ COMMANDS = {
     "ngram": "time and memory of the n-gram drafter, per round",
     "sampling": "time of a round outside the forward, with every sampling setting",
     "offline": "tokens per second of the engine, beside transformers",
+    "tasks": "tokens per second of every drafter by task, one request at a time",
     "rules": "acceptance rules on a small pair of distributions, beside closed forms",
 }
 

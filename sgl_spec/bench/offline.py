@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
     options = _parser().parse_args(argv)
     bench = OfflineBench(options)
     rows = bench.run()
-    _print(rows, bench)
+    print_rows(rows, bench.facts)
     if options.json:
         conditions = provenance(argv=["python", "-m", "sgl_spec.bench", "offline", *argv])
         write_row(
@@ -89,20 +89,10 @@ class OfflineBench:
         self.ngram = LLM(
             options.model_path, disable_radix_cache=True, speculative_algorithm="NGRAM"
         )
-        self.peer = _Transformers(self.plain) if options.against == "transformers" else None
+        self.peer = Transformers(self.plain) if options.against == "transformers" else None
         self.free = [self.plain.encode(p) for p in free_prompts(options.prompts)]
         self.copy = [self.plain.encode(p) for p in copy_prompts(options.prompts)]
-        model = self.plain.engine.model
-        # A step reads every weight but looks up single rows of the embedding.
-        weight_bytes = model.weight_bytes - model.embedding.nbytes
-        bandwidth = read_bandwidth()
-        self.facts = {
-            "step_bytes": weight_bytes,
-            "read_bandwidth_gb_s": bandwidth / 1e9,
-            "floor_tokens_per_s_batch_1": bandwidth / weight_bytes,
-            "threads": torch.get_num_threads(),
-            "new_tokens": self.new_tokens,
-        }
+        self.facts = floor(self.plain) | {"new_tokens": self.new_tokens}
 
     def run(self) -> list[Row]:
         """All rows."""
@@ -113,51 +103,36 @@ class OfflineBench:
         return rows
 
     def _case(self, case: Case, *, peer: bool) -> list[Row]:
-        contestants: dict[str, Callable[[Case, int], _Run]] = {}
+        contestants: dict[str, Callable[[Case, int], Run]] = {}
         if peer and self.peer is not None:
-            contestants["transformers"] = self._peer
+            contestants["transformers"] = self.peer.run
         contestants |= {"plain": self._plain, "NGRAM": self._ngram}
-        turns: list[dict[str, _Run]] = []
+        turns: list[dict[str, Run]] = []
         label = f"{case.name}, batch {case.batch}"
         for turn in range(self.options.turns):
             say(f"{label}: turn {turn + 1} of {self.options.turns}, {', '.join(contestants)}")
             turns.append({name: self._turn(case, run) for name, run in contestants.items()})
         baselines = {"transformers": "transformers", "NGRAM": "plain"}
         baselines["plain"] = "transformers" if "transformers" in contestants else "plain"
-        return [_row(f"{label}: {n}", n, baselines[n], turns) for n in contestants]
+        return [row_of(f"{label}: {n}", n, baselines[n], turns) for n in contestants]
 
-    def _turn(self, case: Case, run: Callable[[Case, int], _Run]) -> _Run:
+    def _turn(self, case: Case, run: Callable[[Case, int], Run]) -> Run:
         """A run of one token tells what the prompts cost; a second one is measured."""
         prefill = run(case, 1).seconds
         return replace(run(case, self.new_tokens), prefill=prefill)
 
-    def _plain(self, case: Case, new_tokens: int) -> _Run:
-        return self._ours(self.plain, case, new_tokens)
+    def _plain(self, case: Case, new_tokens: int) -> Run:
+        return generate(self.plain, case, new_tokens)
 
-    def _ngram(self, case: Case, new_tokens: int) -> _Run:
+    def _ngram(self, case: Case, new_tokens: int) -> Run:
         self.ngram.engine.control("flush_cache")  # a cold trie: it learns from this run alone
-        return self._ours(self.ngram, case, new_tokens)
-
-    def _ours(self, llm: LLM, case: Case, new_tokens: int) -> _Run:
-        params = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        start = time.perf_counter()
-        done: list[Completion] = []
-        for i in range(0, len(case.prompts), case.batch):
-            done += llm.generate(case.prompts[i : i + case.batch], params)
-        seconds = time.perf_counter() - start
-        rounds = sum(c.spec.verify_ct for c in done if c.spec is not None)
-        emitted = sum(c.spec.emitted for c in done if c.spec is not None)
-        return _Run([c.output_ids for c in done], seconds, emitted / rounds if rounds else None)
-
-    def _peer(self, case: Case, new_tokens: int) -> _Run:
-        assert self.peer is not None
-        start = time.perf_counter()
-        ids = self.peer.generate(case, new_tokens)
-        return _Run(ids, time.perf_counter() - start, None)
+        return generate(self.ngram, case, new_tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class Run:
+    """All prompts of a case once. prefill: seconds that the prompts alone take."""
+
     ids: list[list[int]]
     seconds: float
     accept_length: float | None
@@ -174,7 +149,21 @@ class _Run:
         return sum(map(len, self.ids)) / self.seconds
 
 
-def _row(label: str, name: str, baseline: str, turns: list[dict[str, _Run]]) -> Row:
+def generate(llm: LLM, case: Case, new_tokens: int) -> Run:
+    """Greedy continuations of `new_tokens` each, EOS ignored."""
+    params = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    start = time.perf_counter()
+    done: list[Completion] = []
+    for i in range(0, len(case.prompts), case.batch):
+        done += llm.generate(case.prompts[i : i + case.batch], params)
+    seconds = time.perf_counter() - start
+    rounds = sum(c.spec.verify_ct for c in done if c.spec is not None)
+    emitted = sum(c.spec.emitted for c in done if c.spec is not None)
+    return Run([c.output_ids for c in done], seconds, emitted / rounds if rounds else None)
+
+
+def row_of(label: str, name: str, baseline: str, turns: list[dict[str, Run]]) -> Row:
+    """A contestant's medians over the turns."""
     lengths = [turn[name].accept_length for turn in turns]
     return Row(
         name=label,
@@ -187,7 +176,7 @@ def _row(label: str, name: str, baseline: str, turns: list[dict[str, _Run]]) -> 
     )
 
 
-class _Transformers:
+class Transformers:
     """`generate` of the same checkpoint in the same dtype, left-padded for batches."""
 
     def __init__(self, llm: LLM) -> None:
@@ -199,9 +188,14 @@ class _Transformers:
         )
         self.model.eval()
 
-    @torch.inference_mode()
-    def generate(self, case: Case, new_tokens: int) -> list[list[int]]:
+    def run(self, case: Case, new_tokens: int) -> Run:
         """Greedy continuations, EOS ignored."""
+        start = time.perf_counter()
+        ids = self._generate(case, new_tokens)
+        return Run(ids, time.perf_counter() - start, None)
+
+    @torch.inference_mode()
+    def _generate(self, case: Case, new_tokens: int) -> list[list[int]]:
         ids: list[list[int]] = []
         for i in range(0, len(case.prompts), case.batch):
             part = case.prompts[i : i + case.batch]
@@ -240,6 +234,20 @@ def bundled(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+def floor(llm: LLM) -> dict[str, Any]:
+    """What reading the weights once a step allows."""
+    model = llm.engine.model
+    # A step reads every weight but looks up single rows of the embedding.
+    weight_bytes = model.weight_bytes - model.embedding.nbytes
+    bandwidth = read_bandwidth()
+    return {
+        "step_bytes": weight_bytes,
+        "read_bandwidth_gb_s": bandwidth / 1e9,
+        "floor_tokens_per_s_batch_1": bandwidth / weight_bytes,
+        "threads": torch.get_num_threads(),
+    }
+
+
 def read_bandwidth() -> float:
     """Bytes per second that all threads read from memory together, best of five."""
     block = torch.ones(_READ_BYTES // 4)
@@ -253,8 +261,8 @@ def read_bandwidth() -> float:
     return best
 
 
-def _print(rows: list[Row], bench: OfflineBench) -> None:
-    facts = bench.facts
+def print_rows(rows: Sequence[Row], facts: dict[str, Any]) -> None:
+    """The table, below the floor."""
     print(
         f"floor at batch 1: {facts['step_bytes'] / 1e6:.0f} MB of weights, read at "
         f"{facts['read_bandwidth_gb_s']:.1f} GB/s: "
