@@ -9,6 +9,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from tokenizers import Tokenizer
 
 from sgl_spec.engine.ebnf import to_lark
+from sgl_spec.engine.endless import never_ends
 from sgl_spec.request import Grammar
 from sgl_spec.speculative.grammar import Automaton, Words, bit
 
@@ -16,6 +17,7 @@ from sgl_spec.speculative.grammar import Automaton, Words, bit
 # bound a model that has lost its way can write blanks until its budget is gone.
 JSON_WHITESPACE = r"( |\n[ \t]{0,32})?"
 MAX_REASON_CHARS = 200
+ENDLESS = "no finite text satisfies it, since it requires itself"
 
 Compile = Callable[[Grammar], Automaton]
 
@@ -85,6 +87,8 @@ def make_compiler(tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int])
             raise GrammarError(f"cannot be compiled: {_reason(matcher.get_error())}")
         automaton = LLAutomaton(matcher, shown)
         _require_text(automaton, np.empty_like(shown))
+        if grammar.kind == "json_schema" and never_ends(grammar.text):
+            raise GrammarError(f"cannot be compiled: {ENDLESS}")
         return automaton
 
     return compile

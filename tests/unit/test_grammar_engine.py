@@ -298,6 +298,66 @@ def test_from_python(tiny_model_dir: Path) -> None:
     assert bare.generate("a", {"max_new_tokens": 2})[0].output_ids
 
 
+SELF, ITEM = {"$ref": "#"}, {"$ref": "#/$defs/a~1b"}
+TREE = {"type": "object", "properties": {"kids": {"type": "array", "items": SELF, "minItems": 1}}}
+ENDLESS: list[tuple[str, Any]] = [
+    ("json_schema", {"type": "object", "properties": {"a": SELF}, "required": ["a"]}),
+    ("json_schema", {"type": "array", "items": SELF, "minItems": 1}),
+    ("json_schema", {"type": "array", "prefixItems": [{}, SELF], "minItems": 2}),
+    ("json_schema", {"type": "object", "required": ["x"], "additionalProperties": SELF}),
+    ("json_schema", {"anyOf": [{"type": "array", "items": SELF, "minItems": 1}]}),
+    ("json_schema", {**TREE, "required": ["kids"]}),
+    (
+        "json_schema",
+        {
+            "$defs": {"a/b": {"type": "object", "properties": {"n": ITEM}, "required": ["n"]}},
+            "type": "array",
+            "items": ITEM,
+            "minItems": 3,
+        },
+    ),
+    ("ebnf", 'root ::= "a" root'),
+    ("ebnf", 'root ::= "a" x+\nx ::= "b" root | ("c" | "d") x{2,}'),
+]
+ENDING: list[tuple[str, Any]] = [
+    ("json_schema", TREE),
+    ("json_schema", {"type": ["array", "null"], "items": SELF, "minItems": 1}),
+    ("json_schema", {"type": "array", "items": SELF}),
+    ("json_schema", {"type": "array", "prefixItems": [{}, SELF], "minItems": 1}),
+    ("json_schema", {"properties": {"a": SELF}, "required": ["a"]}),
+    ("json_schema", {"type": "object", "properties": {"a": SELF}, "required": ["b"]}),
+    (
+        "json_schema",
+        {
+            "type": "object",
+            "properties": {"a": {"anyOf": [SELF, {"type": "null"}]}},
+            "required": ["a"],
+        },
+    ),
+    ("ebnf", 'root ::= "a" root | "b"'),
+    ("ebnf", 'root ::= "a" root?'),
+    ("ebnf", 'root ::= "a" (root "," | "c"){0,4}'),
+    ("ebnf", 'root ::= "a" x*\nx ::= "b" x'),
+]
+
+
+def as_text(content: Any) -> str:
+    return content if isinstance(content, str) else json.dumps(content)
+
+
+@pytest.mark.parametrize(("kind", "content"), ENDLESS)
+def test_what_no_finite_text_satisfies_is_refused(
+    compile: Compile, kind: Any, content: Any
+) -> None:
+    with pytest.raises(GrammarError, match="cannot be compiled: no finite text satisfies it"):
+        compile(Grammar(kind, as_text(content), kind))
+
+
+@pytest.mark.parametrize(("kind", "content"), ENDING)
+def test_what_can_end_is_not_taken_for_endless(compile: Compile, kind: Any, content: Any) -> None:
+    compile(Grammar(kind, as_text(content), kind))
+
+
 REFUSED: list[tuple[str, Any, str]] = [
     ("json_schema", "{", "EOF"),
     ("json_schema", "[1]", "Expecting object"),
