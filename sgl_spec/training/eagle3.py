@@ -26,7 +26,7 @@ from sgl_spec.training.eagle3_head import (
 from sgl_spec.training.feed import Batch
 from sgl_spec.training.held_out import MAX_STEPS, HeldOut
 from sgl_spec.training.loop import Loop, StepStats
-from sgl_spec.training.losses import CHUNK_ROWS, soft_label_loss
+from sgl_spec.training.losses import CHUNK_ROWS, soft_label_loss, wide_logits
 from sgl_spec.training.options import (
     Setting,
     add_common,
@@ -222,8 +222,8 @@ class Eagle3Draft:
         temperature = self.setting.args.label_temperature
         for start in range(0, len(final), CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
-            logits = F.linear(final[part], self.target.head)
-            scaled = logits.float() / temperature
+            logits = wide_logits(final[part], self.target.head)
+            scaled = logits / temperature
             norm = scaled.logsumexp(dim=-1, keepdim=True)
             probs[part] = (scaled.index_select(1, self._ids) - norm).exp()
             best[part] = self._columns[logits.argmax(dim=-1)]
@@ -241,7 +241,7 @@ class Eagle3Draft:
         for step, normed in enumerate(rows):
             wanted = self._columns[padded[:, step + 1 : step + 1 + length]]  # of roots 0 .. S - 1
             for row in range(len(tokens)):  # one sequence's logits at a time
-                logits = F.linear(normed[row, :-1], weights["lm_head.weight"])
+                logits = wide_logits(normed[row, :-1], weights["lm_head.weight"])
                 column = wanted[row, 1:, None]
                 score = logits.gather(1, column.clamp(min=0))
                 rank = (logits > score).sum(dim=-1)

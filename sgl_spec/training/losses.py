@@ -40,17 +40,27 @@ def soft_label_loss(
     return HeadLoss(loss, hits)
 
 
+def wide_logits(hidden: Tensor, head: Tensor) -> Tensor:
+    """hidden @ head^T, [N, W], in float32 without gradients.
+
+    Logits near 20 have steps of 1/8 in bfloat16: too coarse for labels, and full of ties.
+    """
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, head.t(), out_dtype=torch.float32)
+    return (hidden @ head.t()).float()
+
+
 def _rows(
-    logits: Tensor, probs: Tensor, best: Tensor, weights: Tensor
+    z: Tensor, probs: Tensor, best: Tensor, weights: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss (summed), its gradient in the logits, and hits of a chunk."""
-    z, p = logits.float(), probs.float()
+    """Loss (summed), its gradient in the logits z as `dtype`, and hits of a chunk."""
+    p = probs.float()
     mass = p.sum(dim=-1)
     lse = z.logsumexp(dim=-1)
     loss = (weights * (mass * lse - (p * z).sum(dim=-1))).sum()
     softmax = (z - lse.unsqueeze(-1)).exp()
     grad = weights.unsqueeze(-1) * (mass.unsqueeze(-1) * softmax - p)
-    return loss, grad.to(logits.dtype), z.argmax(dim=-1) == best
+    return loss, grad.to(dtype), z.argmax(dim=-1) == best
 
 
 class _SoftLabelLoss(torch.autograd.Function):
@@ -65,8 +75,8 @@ class _SoftLabelLoss(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             part = slice(start, min(start + chunk, len(hidden)))
             probs, best = labels(part.start, part.stop)
-            logits = hidden[part] @ head.t()
-            loss, grad, hits[part] = kernels.rows(logits, probs, best, weights[part])
+            logits = wide_logits(hidden[part], head)
+            loss, grad, hits[part] = kernels.rows(logits, probs, best, weights[part], head.dtype)
             total += loss
             grad_hidden[part] = grad @ head
             grad_head += grad.t() @ hidden[part]

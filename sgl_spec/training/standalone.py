@@ -20,7 +20,7 @@ from sgl_spec.training.blocks import Rotary
 from sgl_spec.training.feed import Batch
 from sgl_spec.training.held_out import MAX_STEPS, HeldOut
 from sgl_spec.training.loop import Loop, StepStats
-from sgl_spec.training.losses import soft_label_loss
+from sgl_spec.training.losses import soft_label_loss, wide_logits
 from sgl_spec.training.options import (
     Setting,
     add_common,
@@ -171,8 +171,8 @@ class StandaloneDraft:
     @torch.no_grad()
     def _labels(self, final: Tensor) -> tuple[Tensor, Tensor]:
         """The target's distributions [n, vocab] and best tokens [n]."""
-        logits = F.linear(final, self.target.head)
-        scaled = logits.float() / self.setting.args.label_temperature
+        logits = wide_logits(final, self.target.head)
+        scaled = logits / self.setting.args.label_temperature
         return scaled.softmax(dim=-1), logits.argmax(dim=-1)
 
     def _ranks(self, batch: TokenBatch, weights: Weights) -> Tensor:
@@ -183,7 +183,7 @@ class StandaloneDraft:
         wanted = F.pad(tokens, (0, 1))[:, 1:]
         ranks = torch.zeros(tokens.shape, dtype=torch.int64, device=tokens.device)
         for row in range(len(tokens)):  # one sequence's logits at a time
-            logits = F.linear(hidden[row], head)
+            logits = wide_logits(hidden[row], head)
             score = logits.gather(1, wanted[row, :, None])
             ranks[row] = (logits > score).sum(dim=-1)
         shifted = F.pad(ranks, (0, MAX_STEPS)).unfold(1, MAX_STEPS, 1)
