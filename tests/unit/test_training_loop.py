@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -239,3 +240,16 @@ def test_a_draft_that_is_the_target_accepts_everything(world: SimpleNamespace) -
     assert figures["(5,1,6)"] == 6.0
     assert figures["(7,8,32)"] == 8.0
     assert all(figures[f"agree{depth}"] == 1.0 for depth in range(1, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler reads .grad of inner tensors
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
+def test_fused_kernels_learn_the_same(world: SimpleNamespace) -> None:
+    """A compiled run ends where a plain one does, up to rounding."""
+    for name, flag in (("plain", "--no-compile"), ("fused", "--compile")):
+        out = world.root / name
+        eagle3.main([*world.options, "--out", str(out), "--steps", "3", flag])
+    plain, fused = weights_of(world.root / "plain"), weights_of(world.root / "fused")
+    for name, weight in plain.items():
+        torch.testing.assert_close(fused[name].float(), weight.float(), rtol=0, atol=0.02)
