@@ -210,8 +210,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"regex": ""}, "regex must be 1 to "),
     ({"regex": "a" * 300_000}, "regex must be 1 to 262144 characters, got 300000."),
     ({"ebnf": "root ::= x"}, "ebnf cannot be compiled: line 1, column 10: there is no rule"),
-    ({"regex": "a", "ebnf": 'root ::= "a"'}, "regex and ebnf cannot both be given"),
-    ({"json_schema": "{}", "regex": "a"}, "json_schema and regex cannot both be given"),
+    ({"regex": "a", "ebnf": 'root ::= "a"'}, "regex and sampling_params.ebnf cannot both be given"),
+    ({"json_schema": "{}", "regex": "a"}, "json_schema and sampling_params.regex cannot both be"),
+    ({"json_schema": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}, "no finite text"),
     ({"structural_tag": "{}"}, "structural_tag is not supported"),
 ]
 
@@ -226,7 +227,9 @@ def test_broken_grammars_are_refused_beside_good_requests(server: Server, solo: 
                 request = body(TEXT, stream=streamed, **given)
                 refusal = server.client.post("/generate", json=request)
                 assert refusal.status_code == 400, (given, refusal.text)
-                assert message in refusal.json()["error"]["message"]
+                error = refusal.json()["error"]
+                assert message in error["message"]
+                assert error["param"].removeprefix("sampling_params.") in given
         assert all(reply.result()["output_ids"] == solo.ids(TEXT, **sampling) for reply in good)
     assert state(server)["grammar_queued"] == 0
 
