@@ -13,7 +13,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from sgl_spec.errors import ConfigError, InvalidRequestError
+from sgl_spec.errors import ConfigError, InvalidRequestError, preview
 
 # Marks the end of the message to continue. The space shows whether the template trims content.
 _CONTINUE = "<continue-from-here> "
@@ -133,7 +133,7 @@ class ChatTemplate:
         for name in _RESERVED:
             if name in variables:
                 raise InvalidRequestError(
-                    f"chat_template_kwargs cannot set {name!r}; it is a field of the request.",
+                    f"chat_template_kwargs cannot set {preview(name)}: the request has it as a field.",
                     param="chat_template_kwargs",
                 )
         name = "tool_use" if tools and "tool_use" in self._variants else "default"
@@ -182,7 +182,7 @@ def _joined_parts(where: str, parts: list[Any]) -> str:
     for index, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind is not None and kind != "text":
-            _refuse(f"{where}[{index}].type", "'text' (only text is served)", kind)
+            _refuse(f"{where}[{index}].type", '"text" (only text is served)', kind)
         if kind is None or not isinstance(part.get("text"), str):
             _refuse(f"{where}[{index}]", 'an object {"type": "text", "text": "..."}', part)
         texts.append(part["text"])
@@ -191,9 +191,8 @@ def _joined_parts(where: str, parts: list[Any]) -> str:
 
 
 def _refuse(where: str, allowed: str, value: object) -> NoReturn:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    raise InvalidRequestError(f"{where} must be {allowed}, got {shown}.", param="messages")
+    message = f"{where} must be {allowed}, got {preview(value)}."
+    raise InvalidRequestError(message, param="messages")
 
 
 def _to_continue(message: dict[str, Any]) -> dict[str, Any]:

@@ -165,12 +165,12 @@ def test_text_parts_become_one_string(make_dir: Callable[..., Path]) -> None:
     [
         ([], "at least one message"),
         (["hi"], r"messages\[0\] must be an object"),
-        ([{"content": "hi"}], r"messages\[0\]\.role must be a string, got None"),
+        ([{"content": "hi"}], r"messages\[0\]\.role must be a string, got null"),
         ([{"role": 1, "content": "hi"}], r"role must be a string, got 1"),
         ([{"role": "user", "content": 5}], r"messages\[0\]\.content must be a string or a list"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-            r"messages\[0\]\.content\[0\]\.type must be 'text' .*got 'image_url'",
+            r"messages\[0\]\.content\[0\]\.type must be .text. .*got .image_url.",
         ),
         ([{"role": "user", "content": ["hi"]}], r"content\[0\] must be an object"),
         ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\] must be an object"),
@@ -209,7 +209,7 @@ def test_template_variables_cannot_replace_the_request(make_dir: Callable[..., P
     from sgl_spec.server.chat_template import ChatTemplate
 
     template = ChatTemplate({"default": CHATML}, {})
-    with pytest.raises(InvalidRequestError, match="cannot set 'messages'"):
+    with pytest.raises(InvalidRequestError, match='cannot set "messages"'):
         template.render(CHAT, variables={"messages": []})
 
 
