@@ -133,7 +133,7 @@ class ChatTemplate:
         for name in _RESERVED:
             if name in variables:
                 raise InvalidRequestError(
-                    f"chat_template_kwargs cannot set {preview(name)}: the request has it as a field.",
+                    f"chat_template_kwargs cannot set {preview(name)}, a field of the request.",
                     param="chat_template_kwargs",
                 )
         name = "tool_use" if tools and "tool_use" in self._variants else "default"
