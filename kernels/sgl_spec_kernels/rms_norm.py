@@ -1,0 +1,82 @@
+"""RMSNorm, with the addition to the residual stream that precedes it.
+
+h = residual + x, rounded to the dtype as a sum of its own is, written over residual
+y = h / sqrt(mean(h^2) + eps) * weight        (h = x where there is no residual)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_MOST_COLUMNS = 65536  # of a row, which one program holds whole
+
+
+@triton.jit
+def _rms_norm(
+    x,
+    residual,
+    weight,
+    out,
+    eps,
+    x_stride,
+    out_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    h = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        stream = residual + row * WIDTH + column
+        h += tl.load(stream, mask=inside, other=0.0).to(tl.float32)
+        rounded = h.to(residual.dtype.element_ty)
+        tl.store(stream, rounded, mask=inside)
+        h = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(h * h, 0) / WIDTH + eps)
+    tl.store(out + row * out_stride + column, (h * scale * w).to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """y [T, H]. x: [T, H], rows may lie apart. weight: [H]. residual: [T, H] contiguous, replaced
+    by h. out: where y goes, [T, H], rows may lie apart; x itself is allowed."""
+    rows, width = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    assert x.stride(1) == out.stride(1) == weight.stride(0) == 1, "rows must be contiguous"
+    assert width <= _MOST_COLUMNS, f"rows of {width}, at most {_MOST_COLUMNS}"
+    assert out.shape == x.shape
+    assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
+    block = triton.next_power_of_2(width)
+    _rms_norm[(rows,)](
+        x,
+        residual,
+        weight,
+        out,
+        eps,
+        x.stride(0),
+        out.stride(0),
+        WIDTH=width,
+        BLOCK=block,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+    return out
+
+
+def rms_norm_ref(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """The twin of `rms_norm`."""
+    h = x.float()
+    if residual is not None:
+        residual.copy_(h + residual.float())
+        h = residual.float()
+    y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return y.to(x.dtype) if out is None else out.copy_(y)
