@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,18 @@ def resources(kernel: Any) -> dict[str, int]:
     return found | {"SHARED": kernel.metadata.shared}
 
 
+def widths(kernel: Any) -> dict[str, int]:
+    """How many loads, stores and asynchronous copies of device memory there are, by bytes."""
+    found: Counter[str] = Counter()
+    for op, vector, bits in re.findall(
+        r"\b(ld|st)\.global\S*?(?:\.v(\d))?\.[bufs](\d+)\b", kernel.asm["ptx"]
+    ):
+        found[f"{op} {int(vector or 1) * int(bits) // 8}"] += 1
+    for size in re.findall(r"cp\.async\.c[ag]\.\S+ .*?, 0x?(\w+)", kernel.asm["ptx"]):
+        found[f"cp {int(size, 16)}"] += 1
+    return dict(found)
+
+
 def attention(dtype: torch.dtype) -> None:
     from sgl_spec_kernels.tree_attn import attn_work, plan_tree_attn, tree_attn
 
@@ -88,17 +101,47 @@ def attention(dtype: torch.dtype) -> None:
         tree_attn(q, kv[0].to(dtype), kv[1].to(dtype), plan, 1.0)
 
 
-CALLS: dict[str, Callable[[torch.dtype], None]] = {"attention": attention}
+def fused(dtype: torch.dtype) -> None:
+    from sgl_spec_kernels.rms_norm import rms_norm
+    from sgl_spec_kernels.rope_kv import rope_kv
+    from sgl_spec_kernels.silu_mul import silu_mul
+
+    x, ints = torch.zeros(2, 6144, dtype=dtype), torch.zeros(2, dtype=torch.int64)
+    rms_norm(x[:, :4096], x[0, :4096], 1e-5, x[:, :4096].contiguous())
+    rms_norm(x[:, :576], x[0, :576], 1e-5)
+    kv, table = torch.zeros(2, 9, 8, 128, dtype=dtype), torch.zeros(9, 64)
+    rope_kv(x, kv[0], kv[1], table, table, ints, ints)
+    rope_kv(x, kv[0], kv[1], table, table, ints, ints, (x[0, :128], x[0, :128]), 1e-6)
+    silu_mul(x)
+
+
+def skinny(dtype: torch.dtype) -> None:
+    from sgl_spec_kernels.skinny_gemm import gemm_work, skinny_gemm
+
+    for outputs, inputs in ((4096, 4096), (28672, 4096)):
+        weight, work = (
+            torch.zeros(outputs, inputs, dtype=dtype),
+            gemm_work([(outputs, 1)], 64, "cpu"),
+        )
+        for rows in (1, 32):
+            x, stream = torch.zeros(rows, inputs, dtype=dtype), torch.zeros(rows, outputs).to(dtype)
+            skinny_gemm(x, weight, work, None, stream, stream)
+
+
+CALLS: dict[str, Callable[[torch.dtype], None]] = {
+    "attention": attention,
+    "fused": fused,
+    "skinny": skinny,
+}
 
 
 def main(names: list[str]) -> None:
     compiled = compile_only()
     for name in names or CALLS:
-        for dtype in (torch.bfloat16, torch.float32):
-            CALLS[name](dtype)
-            for kernel in compiled:
-                print(f"{name:12} {str(dtype):15} {kernel.name:20} {resources(kernel)}")
-            compiled.clear()
+        CALLS[name](torch.bfloat16)
+        for kernel in compiled:
+            print(f"{name:12} {kernel.name:20} {resources(kernel)} {widths(kernel)}", flush=True)
+        compiled.clear()
 
 
 if __name__ == "__main__":
