@@ -236,6 +236,28 @@ def _sampled_rule(args: ServerArgs) -> str | None:
     return None
 
 
+def _simulated(args: ServerArgs) -> str | None:
+    mean, name = args.simulate_acc_len, args.speculative_algorithm
+    if mean is None:
+        return None
+    flag = f"--simulate-acc-len {mean:g}"
+    if name is None:
+        return f"{flag} needs --speculative-algorithm: without drafts a round gives one token."
+    judging = [flag_of(n) for n in THRESHOLD_OPTIONS if getattr(args, n) != 1]
+    judging += [sampling_flag(args) or ""]
+    if any(judging):
+        return (
+            f"{flag} settles what is accepted, so {next(filter(None, judging))} has nothing to "
+            "decide; leave one of them out."
+        )
+    shape = None if is_open(args) else grown_shape(args)
+    most = MAX_NODES if is_open(args) else tree_nodes(args)
+    most = most if shape is None else min(most, shape.steps + 1)
+    if mean > most:
+        return f"--simulate-acc-len must be at most {most}, the levels of the trees, got {mean:g}."
+    return None
+
+
 def _sampled_nodes(args: ServerArgs) -> str | None:
     shape = sampled_shape(args)
     if shape is None:
@@ -316,6 +338,7 @@ _CHECKS = (
     _sampled_drafter,
     _sampled_rule,
     _sampled_nodes,
+    _simulated,
     _breadth,
     _pages,
     _pool,

@@ -282,6 +282,8 @@ class SpecStats(msgspec.Struct, kw_only=True):
     accepted: of those, accepted and kept.
     emitted: tokens kept from the rounds, so that emitted / verify_ct is the accept length.
     histogram: entry i = rounds that kept exactly i draft tokens.
+    simulated: the accept length that the engine was told to simulate; the others are real counts,
+    but of drafts that were accepted whatever the target said.
     """
 
     verify_ct: int = 0
@@ -289,6 +291,7 @@ class SpecStats(msgspec.Struct, kw_only=True):
     accepted: int = 0
     emitted: int = 0
     histogram: list[int] = []
+    simulated: float | None = None
 
     def add_round(self, *, proposed: int, accepted: int, emitted: int) -> None:
         """Count one round."""

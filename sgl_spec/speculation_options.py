@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sgl_spec.draft_shape import DRAFT_TOKENS
-from sgl_spec.options import NOT_EMPTY, at_least, between, fraction, option
+from sgl_spec.options import NOT_EMPTY, Check, at_least, between, fraction, option
 from sgl_spec.serving_options import ServingOptions
 
 
@@ -138,4 +138,11 @@ class SpeculationOptions(ServingOptions):
         False,
         help="Rejection sampling that judges a chain of drafts as a whole; refused with NGRAM.",
         group="speculation",
+    )
+    simulate_acc_len: float | None = option(
+        None,
+        help="To measure rounds, NOT for text: give out this many tokens a round on average, "
+        "whatever the target says of the drafts. Replies and metrics are marked.",
+        group="speculation",
+        check=Check("a number from 1 to 64", lambda value: bool(1 <= value <= 64)),
     )

@@ -25,6 +25,7 @@ from sgl_spec.speculative.base import (
 )
 from sgl_spec.speculative.plugin import build_plugin
 from sgl_spec.speculative.rules import AcceptanceRule, FollowRule, make_rule
+from sgl_spec.speculative.simulate import SimulatedRule
 from sgl_spec.speculative.topology import Topology, topology
 
 
@@ -32,12 +33,14 @@ def rule_of(args: ResolvedArgs) -> AcceptanceRule:
     """The rule that the flags ask for."""
     if args.speculative_algorithm is None:
         return FollowRule()
-    return make_rule(
+    rule = make_rule(
         threshold_single=args.speculative_accept_threshold_single,
         threshold_acc=args.speculative_accept_threshold_acc,
         rejection=args.speculative_use_rejection_sampling,
         block=args.speculative_use_block_verification,
     )
+    mean = args.simulate_acc_len
+    return rule if mean is None else SimulatedRule(rule, mean)
 
 
 def topology_of(args: ResolvedArgs) -> Topology | None:

@@ -65,7 +65,7 @@ class Engine:
         self.args = self.args.for_target(self.model.config.architecture)
         self.counters = EngineCounters()
         self.throughput = Throughput()
-        self.round_log = RoundLog(self.args.decode_log_interval)
+        self.round_log = RoundLog(self.args.decode_log_interval, self.args.simulate_acc_len)
         self.tokenizer = load_tokenizer(self.tokenizer_dir)
         self._build(check_every_step)
 
@@ -113,9 +113,11 @@ class Engine:
         self.scheduler = Scheduler(worker, self.slots, limits, self.counters, grammars)
 
     def _costs(self, kv: KVCache, rows: int) -> CostMeter | None:
-        """What verifying costs, where a drafter's trees may be cut by it."""
-        whole = self.rule.samples or self.args.speculative_verify_whole_trees
-        if self.drafter is None or whole:
+        """What verifying costs, where a drafter's trees may be cut by it. A simulated length needs
+        whole trees."""
+        args = self.args
+        whole = args.speculative_verify_whole_trees or args.simulate_acc_len is not None
+        if self.drafter is None or self.rule.samples or whole:
             return None
         most = rows * self.args.tree_nodes
         measured = measure_costs(self.model, kv, max_requests=rows, max_rows=most)
@@ -215,7 +217,9 @@ class Engine:
                 skip_special_tokens=request.sampling.skip_special_tokens,
                 prompt_tail=request.input_ids[-PROMPT_TAIL:],
             )
-        self.scheduler.submit(make_req(request, self.model.config.eos_token_ids, stops))
+        req = make_req(request, self.model.config.eos_token_ids, stops)
+        req.spec.simulated = self.args.simulate_acc_len
+        self.scheduler.submit(req)
 
     def abort(self, rid: str | None) -> None:
         """End one request, or all of them for None."""

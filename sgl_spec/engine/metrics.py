@@ -79,10 +79,12 @@ class Throughput:
 
 
 class RoundLog:
-    """A log line every `interval` decode rounds, about the rounds since the last one."""
+    """A log line every `interval` decode rounds, about the rounds since the last one. simulated:
+    the accept length that the server was told to simulate, if it was."""
 
-    def __init__(self, interval: int) -> None:
+    def __init__(self, interval: int, simulated: float | None = None) -> None:
         self.interval = interval
+        self._mark = "" if simulated is None else " (simulated)"
         self._last = EngineCounters()
         self._since = time.monotonic()
 
@@ -96,9 +98,10 @@ class RoundLog:
         verified, proposed = now.verify_ct - last.verify_ct, now.proposed - last.proposed
         parts = [f"#running-req: {running}", f"token usage: {used:.2f}"]
         if verified:
-            parts.append(f"accept len: {(now.emitted - last.emitted) / verified:.2f}")
+            length = (now.emitted - last.emitted) / verified
+            parts.append(f"accept len: {length:.2f}{self._mark}")
             rate = (now.accepted - last.accepted) / proposed if proposed else 0.0
-            parts.append(f"accept rate: {rate:.2f}")
+            parts.append(f"accept rate: {rate:.2f}{self._mark}")
         speed = (now.generated - last.generated) / seconds
         parts += [f"gen throughput (token/s): {speed:.2f}", f"#queue-req: {queued}"]
         return "Decode batch, " + ", ".join(parts)

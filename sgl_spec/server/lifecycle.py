@@ -71,7 +71,11 @@ class Server:
         speculating = self._args.speculative_algorithm is not None
         self._metrics = None
         if self._args.enable_metrics:
-            self._metrics = Metrics(self._args.served_model_name, speculating=speculating)
+            self._metrics = Metrics(
+                self._args.served_model_name,
+                speculating=speculating,
+                simulated=self._args.simulate_acc_len,
+            )
         self._frontend = Frontend(self._engine.send, self._metrics)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)

@@ -75,9 +75,9 @@ def _pool(state: EngineState) -> int:
 class EngineCollector(Collector):
     """Turns the latest `EngineState` into metric families; nothing before there is one."""
 
-    def __init__(self, model: str, *, speculating: bool) -> None:
+    def __init__(self, labels: dict[str, str], *, speculating: bool) -> None:
         self.state: EngineState | None = None
-        self._labels = ("model_name",), (model,)
+        self._labels = tuple(labels), tuple(labels.values())
         self._gauges = _GAUGES | (_SPEC_GAUGES if speculating else {})
         self._counters = _COUNTERS | (_SPEC_COUNTERS if speculating else {})
 
@@ -97,13 +97,16 @@ class EngineCollector(Collector):
 
 
 class Metrics:
-    """The registry of one server; a `frontend.Latencies`."""
+    """The registry of one server; a `frontend.Latencies`. simulated: the accept length that the
+    server was told to simulate, a label of every family if it was."""
 
-    def __init__(self, model: str, *, speculating: bool) -> None:
+    def __init__(self, model: str, *, speculating: bool, simulated: float | None = None) -> None:
         self._registry = CollectorRegistry()
-        self.engine = EngineCollector(model, speculating=speculating)
+        self._labels = {"model_name": model}
+        if simulated is not None:
+            self._labels["simulated_accept_length"] = f"{simulated:g}"
+        self.engine = EngineCollector(self._labels, speculating=speculating)
         self._registry.register(self.engine)
-        self._model = model
         self._first = self._histogram("time_to_first_token_seconds", FIRST_TOKEN_S)
         self._next = self._histogram("inter_token_latency_seconds", NEXT_TOKEN_S)
         self._whole = self._histogram("e2e_request_latency_seconds", REQUEST_S)
@@ -113,9 +116,9 @@ class Metrics:
     def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
         about = name.replace("_", " ").capitalize() + "."
         family = Histogram(
-            f"sglang:{name}", about, ("model_name",), buckets=buckets, registry=self._registry
+            f"sglang:{name}", about, tuple(self._labels), buckets=buckets, registry=self._registry
         )
-        return family.labels(self._model)
+        return family.labels(*self._labels.values())
 
     def first_token(self, seconds: float) -> None:
         """Arrival to first token."""

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from sgl_spec.request import Logprobs
 from sgl_spec.server.logprobs import CompletionLogprobs, chat_logprobs
 from sgl_spec.server.openai_protocol import OpenAICall
-from sgl_spec.server.output import Output
+from sgl_spec.server.output import Output, simulation_mark
 from sgl_spec.server.requests import Made
 
 
@@ -21,7 +21,7 @@ class OpenAIReplies(abc.ABC):
 
     model: the name shown. tokenizer: names the tokens of log-probabilities. cache_report: whether
     usage tells cached prompt tokens (--enable-cache-report). speculating: whether finished requests
-    report spec_* keys.
+    report spec_* keys. simulated: the accept length that the server was told to simulate.
 
     Beyond OpenAI's fields, a finished choice tells `matched_stop` (the stop string or token id) and
     `seed` (which repeats this very choice when sent with n = 1); asked for by `return_meta_info`,
@@ -41,6 +41,7 @@ class OpenAIReplies(abc.ABC):
         *,
         cache_report: bool,
         speculating: bool,
+        simulated: float | None = None,
     ) -> None:
         self._call = call
         self._prompt_of = made.prompt_of
@@ -49,6 +50,7 @@ class OpenAIReplies(abc.ABC):
         self._tokenizer = tokenizer
         self._cache_report = cache_report
         self._speculating = speculating
+        self._marks = simulation_mark(simulated)
         self._created = int(time.time())
         self._begun: set[int] = set()
 
@@ -120,6 +122,7 @@ class OpenAIReplies(abc.ABC):
             "created": self._created,
             "model": self._model,
             "choices": choices,
+            **self._marks,
         }
 
     def _event(

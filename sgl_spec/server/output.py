@@ -19,11 +19,15 @@ class Output:
 
     ids: all tokens. text: what may be shown of the text. chunk: the latest counts, None before any.
     logprobs: those of `ids`; prompt_logprobs: those of the prompt; both empty unless asked for.
+    simulated: the accept length that the server was told to simulate, if it was.
     """
 
-    def __init__(self, request: TokenizedRequest, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request: TokenizedRequest, tokenizer: Tokenizer, simulated: float | None = None
+    ) -> None:
         sampling = request.sampling
         self.request = request
+        self._marks = simulation_mark(simulated)
         self.ids: list[int] = []
         self.text = ""
         self.chunk: OutputChunk | None = None
@@ -68,6 +72,7 @@ class Output:
             "cached_tokens": chunk.cached_tokens,
             "num_retractions": chunk.retractions,
             "seed": sampling.seed,
+            **self._marks,
         }
         if chunk.finish is not None:
             meta["e2e_latency"] = time.time() - self.request.arrival
@@ -79,6 +84,11 @@ class Output:
         """The spec_* keys, once there was a round and the request has ended."""
         spec = None if self.chunk is None else self.chunk.spec
         return spec_dict(spec) if spec is not None and spec.verify_ct > 0 else None
+
+
+def simulation_mark(simulated: float | None) -> dict[str, float]:
+    """What every reply says whose text was not decided by the target."""
+    return {} if simulated is None else {"simulated_accept_length": simulated}
 
 
 def finish_dict(chunk: OutputChunk) -> dict[str, Any] | None:
@@ -106,6 +116,7 @@ def spec_dict(spec: SpecStats) -> dict[str, Any]:
         "spec_accept_rate": spec.accepted / spec.proposed if spec.proposed else 0.0,
         "spec_accept_length": spec.emitted / spec.verify_ct,
         "spec_correct_drafts_histogram": spec.histogram,
+        **simulation_mark(spec.simulated),
     }
 
 

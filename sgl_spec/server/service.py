@@ -20,7 +20,7 @@ from sgl_spec.server.metrics import Metrics
 from sgl_spec.server.model_info import ModelInfo
 from sgl_spec.server.openai_protocol import ChatPrompt, read_chat, read_completions
 from sgl_spec.server.openai_replies import ChatReplies, CompletionReplies
-from sgl_spec.server.output import Output, failure_of
+from sgl_spec.server.output import Output, failure_of, simulation_mark
 from sgl_spec.server.protocol import (
     DETOKENIZE,
     TOKENIZE,
@@ -60,6 +60,7 @@ class Service:
             "tokenizer": tokenizer.tokenizer,
             "cache_report": args.enable_cache_report,
             "speculating": self._speculating,
+            "simulated": args.simulate_acc_len,
         }
         names = (args.served_model_name, args.model_path, ANY_MODEL)
         self.names = tuple(dict.fromkeys(names))
@@ -98,7 +99,8 @@ class Service:
         return self._run(made, replies), call.stream
 
     def _run(self, made: Made, replies: Replies) -> Run:
-        outputs = [Output(request, self._tokenizer.tokenizer) for request in made.requests]
+        tokenizer, simulated = self._tokenizer.tokenizer, self.args.simulate_acc_len
+        outputs = [Output(request, tokenizer, simulated) for request in made.requests]
         return Run(self.frontend, made, outputs, replies)
 
     def _decode_prompt(self, ids: list[int], where: str) -> str:
@@ -246,6 +248,7 @@ class Service:
             "effective_max_running_requests": self.info.max_running_requests,
             "effective_max_running_requests_per_dp": self.info.max_running_requests,
             "memory_usage": self.info.memory,
+            **simulation_mark(self.args.simulate_acc_len),
         }
         if self._speculating and state.spec_verify_total:
             shown["avg_spec_accept_length"] = state.spec_emitted_total / state.spec_verify_total

@@ -73,6 +73,8 @@ def test_defaults_pass_their_own_check_and_flags_reach_their_field(opt: Any) -> 
         value = opt.about.choices[-1]
     if opt.name == "speculative_ngram_capacity":
         value = "2048"
+    if opt.name == "simulate_acc_len":
+        value = "2.5"
     for flag in opt.flags:
         argv = [flag] if value is None else [flag, value]
         args = ServerArgs.from_cli(["--model-path", "m", *argv])
@@ -132,6 +134,7 @@ def test_resolve_fills_what_was_left_open_in_a_new_object() -> None:
         "speculative_num_steps",
         "speculative_eagle_topk",
         "speculative_token_map",
+        "simulate_acc_len",
     }
 
 
