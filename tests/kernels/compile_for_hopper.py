@@ -128,10 +128,44 @@ def skinny(dtype: torch.dtype) -> None:
             skinny_gemm(x, weight, work, None, stream, stream)
 
 
+def draft(dtype: torch.dtype) -> None:
+    from sgl_spec_kernels import compact, tree_build
+    from sgl_spec_kernels.draft_topk import draft_topk, topk_work
+
+    ints, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 99, dtype=torch.int32)
+    for width, topk in ((32000, 8), (128256, 4)):
+        values, tokens = torch.zeros(2, topk), torch.zeros(2, topk, dtype=torch.int64)
+        draft_topk(
+            torch.zeros(2, width, dtype=dtype),
+            values,
+            tokens,
+            topk_work(2, width, topk, "cpu"),
+            error=0.7,
+            depth=1,
+            lengths=ints,
+            seed=ints,
+            temperature=values[:, 0].contiguous(),
+            ids=torch.zeros(width, dtype=torch.int64),
+        )
+    for steps, topk, nodes in ((5, 4, 8), (7, 8, 64)):
+        state, tree = (
+            tree_build.grow_state(2, steps, topk, "cpu"),
+            tree_build.device_tree(2, nodes, "cpu"),
+        )
+        found = torch.zeros(2 * topk, topk), torch.zeros(2 * topk, topk, dtype=torch.int64)
+        where = {"rows": ints, "req_to_token": table}
+        tree_build.grow_tree(state, *found, 2, prefix_lens=ints, **where, last=False)
+        tree_build.build_tree(tree, state, ints, steps, committed_lens=ints, **where)
+    kv, path = torch.zeros(2, 32, 9, 8, 128, dtype=dtype), torch.zeros(2, 6, dtype=torch.int64)
+    compact.move_path(kv[0], kv[1], table, ints, ints, path, ints)
+    compact.rename_slots(table, ints, ints, path, ints, 8)
+
+
 CALLS: dict[str, Callable[[torch.dtype], None]] = {
     "attention": attention,
     "fused": fused,
     "skinny": skinny,
+    "draft": draft,
 }
 
 

@@ -1,0 +1,203 @@
+"""The best tokens of a draft model's rows, with their log-probabilities.
+
+    z = x / e                                  greedy
+    z = x / T                                  sampled, plain
+    z = (x + T g) / e,  g = -log E             sampled, by the target's own noise at that position
+    value, column = top K of z - log sum exp z,  equal ones by rising column
+
+x: the draft's logits [R, W], T: the temperature, e: the typical error of the draft's logits. It is
+`sgl_spec.speculative.ranking` on the device, which is its twin. Programs take chunks of a row; the
+last of a row to finish merges their best.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sgl_spec_kernels.noise import falling_key, gumbel, key_index, key_value, noise_bits, row_keys
+
+BLOCK = 2048  # columns of a program
+MOST_TOPK = 16
+_NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def _draft_topk(
+    logits,
+    ids,
+    cuts,
+    lengths,
+    seed,
+    temperature,
+    values,
+    tokens,
+    part_keys,
+    part_stats,
+    arrived,
+    width,
+    rows_per_request,
+    depth,
+    error,
+    row_stride,
+    TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    MERGED: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    NOISY: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_CUTS: tl.constexpr,
+):
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    request = row // rows_per_request
+    column = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    x = tl.load(logits + row.to(tl.int64) * row_stride + column, mask=inside, other=float("-inf"))
+    x = x.to(tl.float32)
+    z = x / error
+    if SAMPLED:
+        t = tl.load(temperature + request)
+        if t > 0:
+            if NOISY:
+                position = tl.load(lengths + request) + depth
+                first, second = row_keys(tl.load(seed + request), position)
+                token = column
+                if HAS_IDS:
+                    token = tl.load(ids + column, mask=inside, other=0).to(tl.int32)
+                z = (x + t * gumbel(noise_bits(first, second, token))) / error
+            else:
+                z = x / t
+    if HAS_CUTS:
+        kept = falling_key(x, column) <= tl.load(cuts + row)
+        z = tl.where(kept, z, float("-inf"))
+    highest = tl.max(z, 0)
+    level = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(tl.where(inside, tl.exp(z - level), 0.0), 0)
+    keys = tl.where(inside, falling_key(z, column), _NONE)
+    at = row * CHUNKS + chunk
+    tl.store(part_stats + at * 2, highest)
+    tl.store(part_stats + at * 2 + 1, total)
+    for rank in range(TOPK):
+        best = tl.min(keys, 0)
+        tl.store(part_keys + at * TOPK + rank, best)
+        keys = tl.where(keys == best, _NONE, keys)
+    tl.debug_barrier()  # every thread's part is written before one thread says so
+    if tl.atomic_add(arrived + row, 1) < CHUNKS - 1:
+        return
+
+    tl.store(arrived + row, 0)  # as the next launch needs it
+    one = tl.arange(0, MERGED)
+    stats = part_stats + (row * CHUNKS + one) * 2
+    # Other multiprocessors wrote these: past the L1 cache.
+    there = one < CHUNKS
+    m = tl.load(stats, mask=there, other=float("-inf"), cache_modifier=".cg")
+    s = tl.load(stats + 1, mask=there, other=0.0, cache_modifier=".cg")
+    highest = tl.max(m, 0)
+    level = tl.where(highest == float("-inf"), 0.0, highest)
+    log_sum = tl.log(tl.sum(s * tl.exp(m - level), 0)) + level
+    there = one < CHUNKS * TOPK
+    keys = tl.load(
+        part_keys + row * CHUNKS * TOPK + one, mask=there, other=_NONE, cache_modifier=".cg"
+    )
+    for rank in range(TOPK):
+        best = tl.min(keys, 0)
+        keys = tl.where(keys == best, _NONE, keys)
+        value = tl.minimum(key_value(best) - log_sum, 0.0)
+        # NaN and +inf: the row means nothing. (A comparison with NaN is false.)
+        value = tl.where(key_value(best) - log_sum > float("-inf"), value, float("-inf"))
+        token = tl.where(best == _NONE, 0, key_index(best))
+        if HAS_IDS:
+            token = tl.load(ids + token)
+        tl.store(values + row * TOPK + rank, value)
+        tl.store(tokens + row * TOPK + rank, token)
+
+
+@dataclass(frozen=True, slots=True)
+class TopkWork:
+    """Where chunks leave their best. One launch at a time may use it.
+
+    keys: [rows, chunks, topk] int64. stats: [rows, chunks, 2] float32. arrived: [rows] int32, zero
+    between launches.
+    """
+
+    keys: Tensor
+    stats: Tensor
+    arrived: Tensor
+
+
+def topk_work(rows: int, width: int, topk: int, device: torch.device | str) -> TopkWork:
+    """Work space for up to this many rows."""
+    chunks = triton.cdiv(width, BLOCK)
+    return TopkWork(
+        keys=torch.empty(rows, chunks, topk, dtype=torch.int64, device=device),
+        stats=torch.empty(rows, chunks, 2, device=device),
+        arrived=torch.zeros(rows, dtype=torch.int32, device=device),
+    )
+
+
+def draft_topk(
+    logits: Tensor,
+    values: Tensor,
+    tokens: Tensor,
+    work: TopkWork,
+    *,
+    error: float,
+    depth: int,
+    lengths: Tensor,
+    seed: Tensor,
+    temperature: Tensor | None,
+    noisy: bool = True,
+    ids: Tensor | None = None,
+    cuts: Tensor | None = None,
+) -> None:
+    """Fill values [R, K] float32, -inf behind a row's last token, and tokens [R, K] int64.
+
+    logits: [R, W], R / B rows of each of the B requests in order. lengths, seed: [B] int64; the
+    tokens proposed have position lengths + depth. temperature: [B] float32, None where all are 0.
+    noisy: rank by the target's noise. ids: [W] int64, the token of each column, None where the
+    columns are the vocabulary. cuts: [R] int64 of `token_cuts`, the last key that filters keep.
+    """
+    rows, width = logits.shape
+    topk = values.shape[1]
+    assert 1 <= topk <= MOST_TOPK, f"top {topk}, this kernel takes 1 to {MOST_TOPK}"
+    assert logits.stride(1) == 1, "a row of logits must be contiguous"
+    assert rows % lengths.shape[0] == 0
+    assert values.is_contiguous(), "values must be contiguous"
+    assert tokens.is_contiguous(), "tokens must be contiguous"
+    assert values.dtype == torch.float32
+    assert tokens.dtype == torch.int64
+    chunks = triton.cdiv(width, BLOCK)
+    assert work.keys.shape[1:] == (chunks, topk), "the work space is of another width"
+    assert work.arrived.shape[0] >= rows, "the work space is too small"
+    _draft_topk[(rows, chunks)](
+        logits,
+        ids,
+        cuts,
+        lengths,
+        seed,
+        temperature,
+        values,
+        tokens,
+        work.keys,
+        work.stats,
+        work.arrived,
+        width,
+        rows // lengths.shape[0],
+        depth,
+        error,
+        logits.stride(0),
+        TOPK=topk,
+        BLOCK=BLOCK,
+        CHUNKS=chunks,
+        MERGED=triton.next_power_of_2(chunks * topk),
+        SAMPLED=temperature is not None,
+        NOISY=noisy,
+        HAS_IDS=ids is not None,
+        HAS_CUTS=cuts is not None,
+        num_warps=4,
+    )
