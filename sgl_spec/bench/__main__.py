@@ -15,6 +15,8 @@ COMMANDS = {
     "sampling": "time of a round outside the forward, with every sampling setting",
     "offline": "tokens per second of the engine, beside transformers",
     "tasks": "tokens per second of every drafter by task, one request at a time",
+    "serving": "load client: tokens per second, first token, inter-token latencies of a server",
+    "widen": "a checkpoint that computes the same text at the cost of a bigger model",
     "rules": "acceptance rules on a small pair of distributions, beside closed forms",
 }
 
