@@ -56,19 +56,21 @@ def check_topk(batch: int, frontier: int, width: int, topk: int, noisy: bool) ->
         ids=ids,
     )
     assert not work.arrived.any()
-    ranking = Ranking(sampling, topk, shared_noise=noisy, error=0.7)
-    expected, best = ranking.best(logits, request, lengths[request] + 3, ids)
-    torch.testing.assert_close(values, expected, atol=5e-5, rtol=1e-5)
+    # The whole ranking: among equal scores at its edge, a top k may choose any.
+    ranking = Ranking(sampling, max(width, topk), shared_noise=noisy, error=0.7)
+    scores, order = ranking.best(logits, request, lengths[request] + 3, ids)
+    torch.testing.assert_close(values, scores[:, :topk], atol=5e-5, rtol=1e-5)
     finite = values > -torch.inf
-    differ = finite & (tokens != best)
-    # Only scores that rounding can swap may stand in another order.
-    gaps = (values[:, 1:] - values[:, :-1]).abs()
-    near = torch.zeros_like(finite)
-    near[:, 1:] |= gaps < 1e-4
-    near[:, :-1] |= gaps < 1e-4
-    assert not (differ & ~near).any()
-    assert differ.sum() <= 0.02 * finite.sum()
-    assert not (tokens[finite] == -9).any()
+    same = tokens == order[:, :topk]
+    greedy = (sampling.temperature == 0)[request]
+    assert (same | ~finite)[greedy].all()
+    # Elsewhere rounding may swap scores that are nearly equal.
+    by_token = scores.new_full((rows, 2 * width), -torch.inf)
+    by_token.scatter_(1, order[:, :width], scores[:, :width])
+    assert ((by_token.gather(1, tokens) - values).abs() < 1e-4)[finite].all()
+    assert same[finite].float().mean() > 0.95
+    ordered = tokens.masked_fill(~finite, -1).sort(1).values
+    assert not ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()
 
 
 def check_meaningless_rows() -> None:
