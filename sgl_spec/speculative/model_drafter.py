@@ -24,7 +24,7 @@ from torch import Tensor
 from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.models.draft import DraftModel
 from sgl_spec.speculative.base import DraftBatch, Drafter, DrafterContext, register_drafter
-from sgl_spec.speculative.draft_economy import DraftEconomy
+from sgl_spec.speculative.draft_economy import ChanceScale, DraftEconomy
 from sgl_spec.speculative.draft_rows import DraftTrees, span
 from sgl_spec.speculative.grow import GrownTrees
 from sgl_spec.speculative.propose import SampledTrees
@@ -97,6 +97,7 @@ class ModelDrafter:
             most = WAITING_ROWS + shape.steps + 1
             self._waiting = self.last.new_zeros(num_rows, most, model.width)
         self.economy = DraftEconomy()
+        self.scale = ChanceScale()
         self._begun: float | None = None  # when the round that is drafted for began
         self._totals = _Totals()
 
@@ -165,7 +166,8 @@ class ModelDrafter:
         return int(self.written[row])
 
     def observe(self, batch: DraftBatch, tree: TokenTree, accepted: AcceptResult) -> None:
-        """See `Drafter`. Nothing is learned from what was refused."""
+        """See `Drafter`. Learns what the draft's own chances are worth."""
+        self.scale.learn(tree, accepted.counts, _sampled(batch))
 
     def finish(self, row: int) -> None:
         """See `Drafter`. The row's state is replaced when another request opens it."""
@@ -239,10 +241,12 @@ class ModelDrafter:
             shared_noise=shape.shared_noise,
         )
         columns, hidden = self._columns(rows), self.last[rows]
+        sampled = _sampled(batch)
+        scale = self.scale.of(sampled)
         trees.expand(self.model.logits(hidden), self.model.token_ids)
         request = torch.arange(len(rows)).repeat_interleave(shape.topk)
         for _ in range(steps - 1):
-            chances = float(trees.chances().sum())
+            chances = float((trees.chances() * scale).clamp(max=1.0).sum())
             if not self.economy.deeper(len(rows), chances, batch.plain_ms):
                 break
             begun = time.perf_counter()
@@ -253,7 +257,7 @@ class ModelDrafter:
             hidden = self._run(columns, request, nodes, above)
             trees.expand(self.model.logits(hidden), self.model.token_ids)
             self.economy.note_step(len(rows), (time.perf_counter() - begun) * 1e3)
-        return trees.finish(torch.from_numpy(batch.max_nodes))
+        return self.scale.apply(trees.finish(torch.from_numpy(batch.max_nodes)), sampled)
 
     def _draw(self, batch: DraftBatch) -> TokenTree:
         """Trees of the prescribed shape with tokens drawn from the draft's own distribution."""
@@ -274,6 +278,13 @@ class ModelDrafter:
                 hidden[request, node] = self._run(columns, request, nodes, hidden[above])
             trees.grow(level, self.model.logits(hidden[request, node]))
         return trees.finish()
+
+
+def _sampled(batch: DraftBatch) -> Tensor:
+    """[B] bool: which texts are sampled."""
+    if batch.sampling is None:
+        return torch.zeros(len(batch.rows), dtype=torch.bool)
+    return batch.sampling.temperature > 0
 
 
 def _spread(trees: TokenTree, batch: DraftBatch, where: npt.NDArray[np.int64]) -> TokenTree:

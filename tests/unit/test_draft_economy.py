@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from sgl_spec.speculative.draft_economy import MAX_REST, REST, TRIAL, DraftEconomy
+from sgl_spec.speculative.draft_economy import MAX_REST, REST, TRIAL, ChanceScale, DraftEconomy
+from sgl_spec.speculative.tree import TokenTree
 
 PLAIN_MS = 20.0
 
@@ -38,7 +40,7 @@ def test_a_drafter_that_comes_to_pay_is_found_again() -> None:
     assert drafted > 2000 - 2 * MAX_REST
     assert run(economy, 100, tokens=4, ms=30.0) == 100
     # It has earned a short first rest again.
-    assert run(economy, 40, tokens=1, ms=60.0) > 2 * TRIAL
+    assert run(economy, 100, tokens=1, ms=90.0) > 3 * TRIAL
 
 
 def test_batch_sizes_are_judged_apart() -> None:
@@ -82,3 +84,35 @@ def test_a_flush_forgets_acceptance_but_not_times() -> None:
     economy.clear()
     assert economy.drafts(1, PLAIN_MS)
     assert not economy.deeper(1, 0.1, PLAIN_MS)
+
+
+def tree(scores: list[list[float]]) -> TokenTree:
+    batch, width = len(scores), len(scores[0])
+    return TokenTree(
+        tokens=torch.arange(width).repeat(batch, 1),
+        parents=torch.arange(-1, width - 1).repeat(batch, 1),
+        num_nodes=torch.full((batch,), width),
+        scores=torch.tensor(scores),
+    )
+
+
+def test_scores_come_to_promise_what_is_kept() -> None:
+    """Greedy texts keep twice what the draft promises, sampled ones half of it."""
+    scale, sampled = ChanceScale(), torch.tensor([False, True])
+    raw = tree([[1.0, 0.4, 0.1], [1.0, 0.8, 0.2]])
+    kept = torch.tensor([1 + 1.0, 1 + 0.5])  # on average
+    for _ in range(400):
+        scale.learn(scale.apply(raw, sampled), kept, sampled)
+    assert scale.of(sampled).tolist() == pytest.approx([2.0, 0.5], rel=0.02)
+    scores = scale.apply(raw, sampled).scores
+    assert scores is not None
+    assert scores.tolist() == [pytest.approx([1, 0.8, 0.2], abs=0.02)] + [
+        pytest.approx([1, 0.4, 0.1], abs=0.02)
+    ]
+    scale.apply(tree([[1.0, 0.9, 0.3], [1.0, 0.9, 0.3]]), sampled).validate(vocab_size=10)
+
+
+def test_trees_without_drafts_teach_nothing() -> None:
+    scale, sampled = ChanceScale(), torch.tensor([False])
+    scale.learn(tree([[1.0]]), torch.tensor([1]), sampled)
+    assert scale.of(sampled).tolist() == [1.0]
