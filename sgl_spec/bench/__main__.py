@@ -16,6 +16,7 @@ COMMANDS = {
     "offline": "tokens per second of the engine, beside transformers",
     "tasks": "tokens per second of every drafter by task, one request at a time",
     "serving": "load client: tokens per second, first token, inter-token latencies of a server",
+    "round": "where a round's time is: each stage beside its bytes and its floor",
     "widen": "a checkpoint that computes the same text at the cost of a bigger model",
     "rules": "acceptance rules on a small pair of distributions, beside closed forms",
 }

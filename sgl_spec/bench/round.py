@@ -1,0 +1,209 @@
+"""Where a round's time is: each stage with what it reads, its floor, and how far it is above it.
+
+The floor of a stage is the time in which its bytes (weights and keys and values, each read once a
+forward) can be read at the bandwidth that was measured just before. Other options are the server's:
+python -m sgl_spec.bench round --batch 8 --speculative-algorithm EAGLE3
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_spec.args import ServerArgs
+from sgl_spec.bench.offline import bundled, read_bandwidth
+from sgl_spec.bench.report import provenance, say, table, write_row
+from sgl_spec.bench.stages import HOST, PARTS, STAGES, HostClock, Recorder, RoundTimes, watched
+from sgl_spec.engine.engine import Engine
+from sgl_spec.errors import ConfigError
+from sgl_spec.request import SamplingParams, TokenizedRequest
+
+WARM_ROUNDS = 5
+_LONGEST_ROUND = 64  # tokens that one may give
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """A stage of a round: means over the middle half of the rounds by duration, which add up. ms:
+    without stages that have their own row. mb: bytes read / 1e6. floor_ms, over_floor: None where
+    no bytes are counted."""
+
+    stage: str
+    ms: float
+    share: float
+    calls: float
+    mb: float
+    floor_ms: float | None
+    over_floor: float | None
+
+
+class RoundBench:
+    """One engine and a batch of requests that stay in it for all rounds."""
+
+    def __init__(self, options: argparse.Namespace, args: ServerArgs) -> None:
+        self.options = options
+        self.engine = Engine(args)
+        self.facts: dict[str, Any] = {
+            "args": {k: v for k, v in self.engine.args.public().items() if v is not None},
+            "acceptance_rule": self.engine.rule.name,
+            "batch": options.batch,
+            "prompt_tokens": options.prompt_tokens,
+        }
+
+    def run(self) -> tuple[list[StageRow], float]:
+        """The rows, the whole round last, and what the wrapping costs: measured rounds over as many
+        rounds without it."""
+        bandwidth = read_bandwidth()
+        self._submit()
+        self._fill()
+        for _ in range(WARM_ROUNDS):
+            self._round()
+        before, plain, rounds, recorder = self._emitted(), [], [], Recorder(HostClock())
+        for _ in range(self.options.rounds):  # in turns: the machine's speed drifts
+            plain.append(self._plain())
+            with watched(self.engine, recorder):
+                rounds.append(self._measured(recorder))
+        emitted, verified = (now - then for now, then in zip(self._emitted(), before, strict=True))
+        rows = rows_of(rounds, bandwidth)
+        plain_ms = statistics.median(plain) * 1e3
+        self.facts |= {
+            "rounds": len(rounds),
+            "plain_round_ms": plain_ms,
+            "tokens_per_request_and_round": emitted / verified if verified else 1.0,
+            "read_bandwidth_gb_s": bandwidth / 1e9,
+        }
+        return rows, rows[-1].ms / plain_ms
+
+    def _plain(self) -> float:
+        start = time.perf_counter()
+        self._round()
+        return time.perf_counter() - start
+
+    def _measured(self, recorder: Recorder) -> RoundTimes:
+        with recorder.stage(HOST):
+            self._round()
+        return recorder.round()
+
+    def _round(self) -> None:
+        """A step that is a round of the whole batch."""
+        rounds = self.engine.counters.rounds
+        self.engine.step()
+        running = len(self.engine.scheduler.running)
+        if self.engine.counters.rounds != rounds + 1 or running != self.options.batch:
+            raise ConfigError("The batch did not stay whole; raise --max-total-tokens.")
+
+    def _emitted(self) -> tuple[int, int]:
+        return self.engine.counters.emitted, self.engine.counters.verify_ct
+
+    def _submit(self) -> None:
+        options, limits = self.options, self.engine.scheduler.limits
+        if limits.max_running < options.batch:
+            raise ConfigError(f"--batch must be at most {limits.max_running}, got {options.batch}.")
+        # Enough that nothing ends, however much a round gives.
+        rounds = 2 * options.rounds + WARM_ROUNDS + 1
+        tokens = rounds * min(self.engine.args.tree_nodes, _LONGEST_ROUND) + 1
+        most = limits.max_request_tokens
+        if options.prompt_tokens + tokens > most:
+            raise ConfigError(
+                f"{rounds} rounds may need {tokens} tokens behind {options.prompt_tokens} of the "
+                f"prompt, a request may have {most}; lower --rounds or --prompt-tokens."
+            )
+        for number, ids in enumerate(self._prompts()):
+            sampling = SamplingParams(
+                temperature=options.temperature,
+                max_new_tokens=tokens,
+                ignore_eos=True,
+                seed=number,
+            )
+            self.engine.submit(
+                TokenizedRequest(rid=str(number), input_ids=ids, sampling=sampling, stream=True)
+            )
+
+    def _prompts(self) -> list[list[int]]:
+        """The first tokens of bundled prompts, told apart by their first."""
+        text = [line["prompt"] for line in bundled("bench96.jsonl")]
+        length, vocab = self.options.prompt_tokens, self.engine.model.config.vocab_size
+        found: list[list[int]] = []
+        for number in range(self.options.batch):
+            ids: list[int] = []
+            while len(ids) < length:
+                ids += self.engine.tokenizer.encode(text[(number + len(found)) % len(text)]).ids
+            found.append([number % vocab, *ids][:length])
+        return found
+
+    def _fill(self) -> None:
+        """Prefill, until every request decodes."""
+        waiting = set(map(str, range(self.options.batch)))
+        while waiting:
+            waiting -= {chunk.rid for chunk in self.engine.step() if chunk.ids}
+
+
+def rows_of(rounds: Sequence[RoundTimes], bandwidth: float) -> list[StageRow]:
+    """A row for each stage that took time, in the order of a round. bandwidth: bytes per second."""
+    names = [stage + part for stage in STAGES for part in PARTS]
+    seen = {name for times in rounds for name in times.seconds}
+    assert seen <= set(names), f"a stage without a row: {seen - set(names)}"
+    cut = len(rounds) // 4
+    kept = sorted(rounds, key=lambda times: times.total)[cut : len(rounds) - cut]
+    whole = statistics.mean(times.total for times in kept)
+    rows = []
+    for name in [name for name in names if name in seen]:
+        seconds = statistics.mean(times.seconds[name] for times in kept)
+        calls = statistics.mean(times.calls[name] for times in kept)
+        read = statistics.mean(times.bytes[name] for times in kept)
+        rows.append(_row(name, seconds, whole, calls, read / bandwidth, read))
+    read = statistics.mean(sum(times.bytes.values()) for times in kept)
+    return [*rows, _row("round", whole, whole, 1.0, read / bandwidth, read)]
+
+
+def _row(
+    name: str, seconds: float, whole: float, calls: float, floor: float, read: float
+) -> StageRow:
+    return StageRow(
+        stage=name,
+        ms=seconds * 1e3,
+        share=seconds / whole,
+        calls=calls,
+        mb=read / 1e6,
+        floor_ms=floor * 1e3 if read else None,
+        over_floor=seconds / floor if read else None,
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    """`python -m sgl_spec.bench round`."""
+    options, server = _parser().parse_known_args(argv)
+    flags = [] if "--model-path" in server else ["--model-path", "smollm2"]
+    flags += [*server, "--max-running-requests", str(options.batch)]
+    bench = RoundBench(options, ServerArgs.from_cli(flags))
+    say(f"Measuring {options.rounds} rounds of {options.batch} requests.")
+    rows, overhead = bench.run()
+    header = ["stage", "ms", "share", "calls", "MB", "floor ms", "x floor"]
+    print(table(header, [["-" if v is None else v for v in asdict(row).values()] for row in rows]))
+    facts = bench.facts
+    print(
+        f"{facts['tokens_per_request_and_round']:.2f} tokens per request and round; rounds that "
+        f"nothing is measured in take {facts['plain_round_ms']:.3f} ms, these {overhead:.2f} times "
+        f"as long; floors at {facts['read_bandwidth_gb_s']:.1f} GB/s."
+    )
+    if options.json:
+        conditions = provenance(argv=["python", "-m", "sgl_spec.bench", "round", *argv], seed=0)
+        found = {**facts, "overhead": overhead, "rows": [asdict(row) for row in rows]}
+        write_row(Path(options.json), {**conditions, **found})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sgl_spec.bench round", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--batch", type=int, default=1, help="requests in every round")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--prompt-tokens", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--json", help="append one JSON row to this file")
+    return parser
