@@ -26,7 +26,7 @@ MOST_TOPK = 16
 _NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["depth", "rows_per_request"])
 def _draft_topk(
     logits,
     ids,

@@ -87,18 +87,23 @@ def uniform(bits):
 
 
 @triton.jit
+def place(x):
+    """int64 in the range of int32 that rises as x (float32) falls: the upper word of a key."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0: the two are equal
+    return (~(bits ^ ((bits >> 31) & 0x7FFFFFFF))).to(tl.int64)
+
+
+@triton.jit
 def falling_key(x, index):
     """int64 that rises as x (float32) falls, then with the index (below 2^32)."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0: the two are equal
-    place = ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    return (place.to(tl.int64) << 32) | index.to(tl.int64)
+    return (place(x) << 32) | index.to(tl.int64)
 
 
 @triton.jit
 def key_value(key):
     """The x of a `falling_key`."""
-    place = ~(key >> 32).to(tl.int32)
-    return (place ^ ((place >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    bits = ~(key >> 32).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -35,7 +35,7 @@ TUNED: dict[tuple[int, int], GemmShape] = {}
 """Shapes by (N, K) that were measured to be best; others get `default_shape`."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _skinny_gemm(
     x,
     weight,

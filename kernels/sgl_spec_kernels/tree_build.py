@@ -23,7 +23,7 @@ _TILE = 32  # candidates compared with all others at a time
 MOST_NODES = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["depth", "base"])
 def _grow_tree(
     log_probs,
     drafted,

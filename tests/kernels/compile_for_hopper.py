@@ -161,11 +161,27 @@ def draft(dtype: torch.dtype) -> None:
     compact.rename_slots(table, ints, ints, path, ints, 8)
 
 
+def sampling(dtype: torch.dtype) -> None:
+    from sgl_spec_kernels import filters, sample
+
+    ints, vocab = torch.zeros(2, dtype=torch.int64), 128256
+    nodes, floats, logits = ints[:, None].repeat(1, 8), torch.zeros(2), torch.zeros(16, vocab)
+    cuts = nodes.clone()
+    for t, cut in ((None, None), (floats, None), (floats, cuts)):
+        out = sample.walked(2, 8, vocab, "cpu")
+        trees = sample.Trees(nodes, nodes, nodes, ints, logits, ints, ints, ints, t, cut)
+        sample.draw_all(trees, out)
+        sample.draw_walk(trees, out, 2)
+    settings = (floats, ints, floats.double(), floats)
+    filters.token_cuts(logits, ints, ints, *settings, cuts, filters.cut_heads(16, "cpu"))
+
+
 CALLS: dict[str, Callable[[torch.dtype], None]] = {
     "attention": attention,
     "fused": fused,
     "skinny": skinny,
     "draft": draft,
+    "sampling": sampling,
 }
 
 

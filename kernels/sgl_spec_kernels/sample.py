@@ -1,0 +1,273 @@
+"""Sample-and-follow on the device: draw the target's token at nodes, and go on while it is a child.
+
+    greedy     argmax x
+    sampled    argmax x / T - log E over the tokens that the filters keep       (argmin of E / p)
+
+E: the noise of (seed, position, token). The score is float64, so that neither the size of x / T nor
+a batch of other rows decides a draw; equal scores go to the lower id. A row's draw depends on its
+logits, its parameters and (seed, position) alone. Programs take chunks of the vocabulary; the last
+of a row to finish merges them.
+
+Two ways to walk. `draw_all`: every node is drawn in one launch, then the paths are followed: least
+latency for few rows. `draw_walk`: a launch per level draws only the nodes where the walks stand,
+and its last programs step on: least work for many. `sgl_spec.speculative.verify` is the twin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sgl_spec_kernels.noise import falling_key, gumbel, noise_bits, row_keys
+
+BLOCK = 4096  # tokens of a program
+
+
+@triton.jit
+def _child(parents, tokens, request, node, drawn, count, WIDTH: tl.constexpr, LANES: tl.constexpr):
+    """The child of a node that holds the token, or -1."""
+    lane = tl.arange(0, LANES)
+    inside = (lane < count) & (lane > 0)
+    parent = tl.load(parents + request * WIDTH + lane, mask=inside, other=-2)
+    token = tl.load(tokens + request * WIDTH + lane, mask=inside, other=-1)
+    child = tl.min(tl.where((parent == node) & (token == drawn), lane, LANES), 0)
+    return tl.where(child < LANES, child, -1)
+
+
+@triton.jit(do_not_specialize=["level"])
+def _draw(
+    logits,
+    cuts,
+    row_offsets,
+    seed,
+    temperature,
+    committed_lens,
+    num_nodes,
+    depths,
+    parents,
+    tokens,
+    current,
+    drawn,
+    out_tokens,
+    out_path,
+    out_counts,
+    part_scores,
+    part_ids,
+    arrived,
+    vocab,
+    row_stride,
+    level,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    MERGED: tl.constexpr,
+    WALK: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    HAS_CUTS: tl.constexpr,
+):
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    if WALK:
+        request = row
+        node = tl.load(current + request).to(tl.int32)
+        depth = level
+    else:
+        request, node = row // WIDTH, row % WIDTH
+        depth = tl.load(depths + row)
+    count = tl.load(num_nodes + request).to(tl.int32)
+    if (node < 0) | (node >= count):
+        return
+    at = (tl.load(row_offsets + request) + node).to(tl.int64)
+    token = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab
+    x = tl.load(logits + at * row_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+    score = x.to(tl.float64)
+    if SAMPLED:
+        t = tl.load(temperature + request)
+        if t > 0:
+            position = tl.load(committed_lens + request) + depth + 1
+            first, second = row_keys(tl.load(seed + request), position)
+            score = score / t.to(tl.float64) + gumbel(noise_bits(first, second, token))
+            if HAS_CUTS:
+                kept = falling_key(x, token) <= tl.load(cuts + request * WIDTH + node)
+                score = tl.where(kept, score, float("-inf"))
+    best = tl.max(score, 0)
+    winner = tl.min(tl.where(inside & (score == best), token, vocab), 0)
+    if CHUNKS > 1:
+        tl.store(part_scores + row * CHUNKS + chunk, best)
+        tl.store(part_ids + row * CHUNKS + chunk, winner)
+        tl.debug_barrier()  # the part is written before it is announced
+        if tl.atomic_add(arrived + row, 1) < CHUNKS - 1:
+            return
+        tl.store(arrived + row, 0)  # as the next launch needs it
+        one = tl.arange(0, MERGED)
+        there = one < CHUNKS
+        mine = row * CHUNKS + one
+        # Other multiprocessors wrote these: past the L1 cache.
+        score = tl.load(part_scores + mine, mask=there, other=float("-inf"), cache_modifier=".cg")
+        ids = tl.load(part_ids + mine, mask=there, other=vocab, cache_modifier=".cg")
+        best = tl.max(score, 0)
+        winner = tl.min(tl.where(score == best, ids, vocab), 0)
+    winner = tl.where(winner < vocab, winner, 0).to(tl.int64)  # of a row of NaN
+    if WALK:
+        child = _child(parents, tokens, request, node, winner, count, WIDTH, LANES)
+        tl.store(out_tokens + request * WIDTH + level, winner)
+        tl.store(out_path + request * WIDTH + level, node.to(tl.int64))
+        tl.store(out_counts + request, level + 1)
+        tl.store(current + request, child.to(tl.int64))
+    else:
+        tl.store(drawn + row, winner)
+
+
+@triton.jit
+def _follow(
+    num_nodes,
+    parents,
+    tokens,
+    drawn,
+    out_tokens,
+    out_path,
+    out_counts,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    request = tl.program_id(0)
+    count = tl.load(num_nodes + request).to(tl.int32)
+    node, depth = count * 0, count * 0
+    while node >= 0:
+        token = tl.load(drawn + request * WIDTH + node)
+        tl.store(out_tokens + request * WIDTH + depth, token)
+        tl.store(out_path + request * WIDTH + depth, node.to(tl.int64))
+        depth += 1
+        node = _child(parents, tokens, request, node, token, count, WIDTH, LANES)
+    tl.store(out_counts + request, depth.to(tl.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Walked:
+    """What came of B trees of N nodes (`AcceptResult` says what the fields mean), and work space of
+    one launch at a time.
+
+    tokens, path: [B, N] int64. counts: [B] int64. current, drawn: [B], [B, N] int64, scores, ids:
+    [B * N, chunks], arrived: [B * N] int32, zero between launches.
+    """
+
+    tokens: Tensor
+    path: Tensor
+    counts: Tensor
+    current: Tensor
+    drawn: Tensor
+    scores: Tensor
+    ids: Tensor
+    arrived: Tensor
+
+
+def walked(batch: int, nodes: int, vocab: int, device: torch.device | str) -> Walked:
+    """Buffers for trees of this size."""
+    tokens, path, drawn = (
+        torch.zeros(batch, nodes, dtype=torch.int64, device=device) for _ in range(3)
+    )
+    rows, chunks = batch * nodes, triton.cdiv(vocab, BLOCK)
+    return Walked(
+        tokens,
+        path,
+        torch.zeros_like(tokens[:, 0]),
+        torch.zeros_like(tokens[:, 0]),
+        drawn,
+        torch.empty(rows, chunks, dtype=torch.float64, device=device),
+        torch.empty(rows, chunks, dtype=torch.int32, device=device),
+        torch.zeros(rows, dtype=torch.int32, device=device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Trees:
+    """B trees of N nodes with the target's logits.
+
+    tokens, parents, depths: [B, N] int64. num_nodes: [B] int64. logits: [T, V], adjusted by
+    whatever comes before temperature; node j of request i is row row_offsets[i] + j. row_offsets,
+    committed_lens, seed: [B] int64. temperature: [B] float32, None where all are 0. cuts: [B, N]
+    int64 of `filters.token_cuts`, None where no request filters.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    num_nodes: Tensor
+    logits: Tensor
+    row_offsets: Tensor
+    committed_lens: Tensor
+    seed: Tensor
+    temperature: Tensor | None
+    cuts: Tensor | None = None
+
+
+def draw_all(trees: Trees, out: Walked) -> None:
+    """Draw every node, then follow: fills out.tokens, path and counts."""
+    batch, nodes = trees.tokens.shape
+    _launch(trees, out, level=0, walk=False)
+    _follow[(batch,)](
+        trees.num_nodes,
+        trees.parents,
+        trees.tokens,
+        out.drawn,
+        out.tokens,
+        out.path,
+        out.counts,
+        WIDTH=nodes,
+        LANES=triton.next_power_of_2(nodes),
+        num_warps=1,
+    )
+
+
+def draw_walk(trees: Trees, out: Walked, levels: int) -> None:
+    """Draw where the walks stand, `levels` times: one more than the trees are deep."""
+    out.current.zero_()
+    for level in range(levels):
+        _launch(trees, out, level, walk=True)
+
+
+def _launch(trees: Trees, out: Walked, level: int, *, walk: bool) -> None:
+    (batch, nodes), vocab = trees.tokens.shape, trees.logits.shape[1]
+    assert trees.logits.stride(1) == 1, "a row of logits must be contiguous"
+    for name in ("tokens", "parents", "depths"):
+        assert getattr(trees, name).is_contiguous(), f"{name} must be contiguous"
+    chunks = triton.cdiv(vocab, BLOCK)
+    assert out.tokens.shape == (batch, nodes), "the buffers are for trees of another size"
+    assert out.scores.shape[1] == chunks, "the buffers are for another vocabulary"
+    _draw[(batch if walk else batch * nodes, chunks)](
+        trees.logits,
+        trees.cuts,
+        trees.row_offsets,
+        trees.seed,
+        trees.temperature,
+        trees.committed_lens,
+        trees.num_nodes,
+        trees.depths,
+        trees.parents,
+        trees.tokens,
+        out.current,
+        out.drawn,
+        out.tokens,
+        out.path,
+        out.counts,
+        out.scores,
+        out.ids,
+        out.arrived,
+        vocab,
+        trees.logits.stride(0),
+        level,
+        WIDTH=nodes,
+        LANES=triton.next_power_of_2(nodes),
+        BLOCK=BLOCK,
+        CHUNKS=chunks,
+        MERGED=triton.next_power_of_2(chunks),
+        WALK=walk,
+        SAMPLED=trees.temperature is not None,
+        HAS_CUTS=trees.cuts is not None,
+        num_warps=8,
+    )
