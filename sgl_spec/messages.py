@@ -28,11 +28,13 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 class Control(msgspec.Struct, frozen=True, tag="control"):
     """Ask the engine for something that is no generation; answered by `ControlReply`.
 
-    op: "flush_cache" (drops prefix cache and drafter memory if no request is running) or "state".
+    op: "flush_cache" (drops prefix cache and drafter memory if no request is running), "state",
+    "start_profile" (args: see `engine.profiling`) or "stop_profile".
     """
 
     call_id: int
     op: str
+    args: dict[str, Any] = {}
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):

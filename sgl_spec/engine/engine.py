@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -25,6 +27,7 @@ from sgl_spec.engine.grammar_jobs import GrammarJobs
 from sgl_spec.engine.kv_pool import ceil_page, floor_page
 from sgl_spec.engine.metrics import EngineCounters, RoundLog, Throughput
 from sgl_spec.engine.policy import tree_reserve
+from sgl_spec.engine.profiling import Profiler
 from sgl_spec.engine.req import make_req
 from sgl_spec.engine.scheduler import Limits, Scheduler
 from sgl_spec.engine.slots import SlotManager
@@ -40,6 +43,7 @@ from sgl_spec.text import PROMPT_TAIL, StopMatcher, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
+_NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 POOL_FRACTION = 0.25  # of the memory that is free at start, for the KV pool of a CPU server
 
 
@@ -65,6 +69,7 @@ class Engine:
         self.args = self.args.for_target(self.model.config.architecture)
         self.counters = EngineCounters()
         self.throughput = Throughput()
+        self.profiler = Profiler()
         self.round_log = RoundLog(self.args.decode_log_interval, self.args.simulate_acc_len)
         self.tokenizer = load_tokenizer(self.tokenizer_dir)
         self._build(check_every_step)
@@ -227,7 +232,9 @@ class Engine:
 
     def step(self) -> list[OutputChunk]:
         """One forward; the chunks it gave."""
-        chunks = self.scheduler.step()
+        with self.profiler.step():
+            chunks = self.scheduler.step()
+        self.profiler.stepped()
         self.throughput.add(self.counters.generated)
         self._log_rounds()
         if not self.has_work:
@@ -245,7 +252,7 @@ class Engine:
         if line is not None:
             logger.info(line)
 
-    def control(self, op: str) -> tuple[dict[str, Any], str]:
+    def control(self, op: str, args: Mapping[str, Any] = _NO_ARGS) -> tuple[dict[str, Any], str]:
         """Answer `messages.Control`: (data, message). Raises `InvalidRequestError` if it cannot."""
         if op == "state":
             return msgspec.to_builtins(self.state()), ""
@@ -253,7 +260,13 @@ class Engine:
             if not self.scheduler.flush():
                 raise InvalidRequestError("The cache was not flushed: requests are running.")
             return {}, "Cache flushed."
-        raise InvalidRequestError(f"op must be state or flush_cache, got {op!r}.", param="op")
+        if op == "start_profile":
+            return {"trace": str(self.profiler.start(args))}, "Profiling started."
+        if op == "stop_profile":
+            return {"trace": str(self.profiler.stop())}, "Profiling stopped."
+        raise InvalidRequestError(
+            f"op must be state, flush_cache, start_profile or stop_profile, got {op!r}.", param="op"
+        )
 
     def state(self) -> EngineState:
         """Counts as of now."""

@@ -95,19 +95,19 @@ class EngineLoop:
                 self.engine.submit(request)
             case Abort(rid):
                 self.engine.abort(rid)
-            case Control(call_id, op):
-                self._send(self._control(call_id, op))
+            case Control():
+                self._send(self._control(message))
             case Shutdown(drain):
                 self._ending = True
                 if not drain:
                     self.engine.abort(None)
 
-    def _control(self, call_id: int, op: str) -> ControlReply:
+    def _control(self, call: Control) -> ControlReply:
         try:
-            data, message = self.engine.control(op)
+            data, message = self.engine.control(call.op, call.args)
         except SglSpecError as error:
-            return ControlReply(call_id=call_id, ok=False, message=error.message)
-        return ControlReply(call_id=call_id, ok=True, message=message, data=data)
+            return ControlReply(call_id=call.call_id, ok=False, message=error.message)
+        return ControlReply(call_id=call.call_id, ok=True, message=message, data=data)
 
     def _send_chunks(self) -> None:
         chunks = self.engine.step()

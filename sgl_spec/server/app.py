@@ -22,6 +22,7 @@ from sgl_spec.server.http import (
     error_body,
     error_reply,
     read_json,
+    read_optional,
 )
 from sgl_spec.server.openai_protocol import check_model
 from sgl_spec.server.protocol import ABORT
@@ -138,6 +139,20 @@ def _seconds(text: str) -> float:
             f"timeout must be a number of seconds >= 0, got {preview(text)}.", param="timeout"
         )
     return seconds
+
+
+@router.api_route("/start_profile", methods=["GET", "POST"])
+async def start_profile(request: Request) -> Response:
+    """Begin a trace of the engine."""
+    service = _service(request)
+    return Json(await service.profile("start_profile", await read_optional(request)))
+
+
+@router.api_route("/stop_profile", methods=["GET", "POST"])
+async def stop_profile(request: Request) -> Response:
+    """End and write it."""
+    service = _service(request)
+    return Json(await service.profile("stop_profile", {}))
 
 
 @router.post("/abort_request")

@@ -248,20 +248,22 @@ class Frontend:
             for member in self._groups.get(rid, ()):
                 self._send(Abort(member))
 
-    async def control(self, op: str) -> ControlReply:
-        """Ask the engine something; raises `UnavailableError` when it does not answer in time."""
+    async def control(
+        self, op: str, args: dict[str, Any] | None = None, timeout_s: float | None = None
+    ) -> ControlReply:
+        """Ask the engine something; raises `UnavailableError` when it does not answer in time.
+        args: of the op, see `messages.Control`. timeout_s: None for that of short answers."""
+        timeout_s = CONTROL_TIMEOUT_S if timeout_s is None else timeout_s
         if isinstance(self._refusal, EngineDeadError):
             raise EngineDeadError(self._refusal.message)
         call_id = next(self._call_ids)
         future = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
-        self._send(Control(call_id, op))
+        self._send(Control(call_id, op, args or {}))
         try:
-            return await asyncio.wait_for(future, CONTROL_TIMEOUT_S)
+            return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
-            raise UnavailableError(
-                f"The engine did not answer within {CONTROL_TIMEOUT_S:.0f} s."
-            ) from None
+            raise UnavailableError(f"The engine did not answer within {timeout_s:.0f} s.") from None
         finally:
             self._calls.pop(call_id, None)
 

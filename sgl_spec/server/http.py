@@ -58,11 +58,20 @@ async def read_json(request: Request) -> Any:
     """The request body as JSON. Refuses bodies that are too large, of another type, or not JSON."""
     if request.url.path.startswith("/v1/"):
         _check_content_type(request)
-    body = await _read_body(request)
+    return _parsed(await _read_body(request))
+
+
+def _parsed(body: bytes) -> Any:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidRequestError(f"The request body is not valid JSON: {error}.") from None
+
+
+async def read_optional(request: Request) -> Any:
+    """The request body as JSON, an empty object where there is none."""
+    body = await _read_body(request)
+    return _parsed(body) if body else {}
 
 
 def _check_content_type(request: Request) -> None:

@@ -76,6 +76,19 @@ GENERATE: Table = {
     "conversation_id": Ignore(),
     "custom_labels": Ignore(),
 }
+PROFILE: Table = {
+    "output_dir": Use(STRING),
+    "num_steps": Use(INTEGER),
+    "activities": Use(STRINGS),
+    "record_shapes": Use(BOOLEAN),
+    "with_stack": Use(BOOLEAN),
+    "start_step": Refuse(),
+    "profile_by_stage": Refuse((False,)),
+    "profile_stages": Refuse(),
+    "merge_profiles": Refuse((False,)),
+    "profile_prefix": Refuse(),
+    "profile_id": Ignore(),
+}
 ABORT: Table = {"rid": Use(STRING, ""), "abort_all": Use(BOOLEAN, False)}
 TOKENIZE: Table = {
     "model": Ignore(),

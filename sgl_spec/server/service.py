@@ -23,6 +23,7 @@ from sgl_spec.server.openai_replies import ChatReplies, CompletionReplies
 from sgl_spec.server.output import Output, failure_of, simulation_mark
 from sgl_spec.server.protocol import (
     DETOKENIZE,
+    PROFILE,
     TOKENIZE,
     GenerateReplies,
     read_generate,
@@ -33,6 +34,7 @@ from sgl_spec.server.tokenizer import ServerTokenizer
 
 PROBE_TIMEOUT_S = 20.0
 FLUSH_RETRY_S = 0.1
+PROFILE_TIMEOUT_S = 300.0  # a long trace takes this long to be written
 WARMUP_TOKENS = 8
 # Always accepted as a model name, beside the served name and the model path.
 ANY_MODEL = "default"
@@ -201,6 +203,14 @@ class Service:
             if reply.ok or time.monotonic() >= deadline:
                 return reply.ok, reply.message
             await asyncio.sleep(FLUSH_RETRY_S)
+
+    async def profile(self, op: str, body: object) -> dict[str, Any]:
+        """/start_profile and /stop_profile: what the engine says, and the trace's file."""
+        args = read_object(body, PROFILE)
+        reply = await self.frontend.control(op, args, PROFILE_TIMEOUT_S)
+        if not reply.ok:
+            raise InvalidRequestError(reply.message)
+        return {"message": reply.message, **reply.data}
 
     async def metrics_text(self) -> bytes | None:
         """/metrics, with the engine's counters as of now; None without --enable-metrics."""
