@@ -44,6 +44,7 @@ EXECUTED_BY: list[tuple[str, Kind]] = [
     (rf"({PYTHON} launch_server\.py|\.venv/bin/sgl-spec) .*", Kind.SERVE),
     (r"make (setup|test|lint|types|check)", Kind.CI),
     (r"make slow", Kind.SLOW),
+    (rf"{PYTHON} -m sgl_spec\.bench serving .*", Kind.CLIENT),
     (rf"{PYTHON} -m sgl_spec\.bench .*", Kind.SLOW),
     (rf"{PYTHON} -m sgl_spec\.training .*", Kind.TRAINING),
     (r"PYTHON=\S+ examples/train_eagle3\.sh .*", Kind.TRAINING),

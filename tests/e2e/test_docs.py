@@ -30,7 +30,9 @@ class Reader:
         self._server: Server | None = None
         # Without this, curl is content with an answer of 400.
         (directory / ".curlrc").write_text("fail-with-body\n")
-        self._env = {"CURL_HOME": str(directory)}
+        self.made = directory / "made"
+        self.made.mkdir()
+        self._env = {"CURL_HOME": str(directory), "TMPDIR": str(self.made)}
         if shutil.which("curl") is None:
             shim = directory / "curl"
             shim.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/curl_shim.py "$@"\n')
@@ -93,6 +95,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
     reader = Reader(tmp_path)
     yield reader
     reader.kill()
+    shutil.rmtree(reader.made)  # it may hold a whole checkpoint
 
 
 def documents_with(*kinds: Kind) -> list[object]:
