@@ -12,8 +12,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from sgl_spec.bench.widen_heads import widen_head
-from sgl_spec.bench.widen_parts import Size, check_size, parse_size
+from sgl_spec.bench.widen_parts import Noise, Size, check_size, parse_size
 from sgl_spec.bench.widen_plan import HEAD, Widener, widened_keys, write_checkpoint, write_json
 from sgl_spec.errors import ConfigError
 from sgl_spec.models.checkpoint import resolve_checkpoint, resolve_draft
@@ -25,7 +27,7 @@ from sgl_spec.models.stored import StoredWeights
 _COPIED = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "*.jinja", "*.txt")
 
 
-def widen_model(source: Path, out: Path, size: Size, *, dtype: str, seed: int) -> None:
+def widen_model(source: Path, out: Path, size: Size, noise: Noise) -> None:
     """Write the decoder in `source` at `size` into the empty directory `out`.
 
     Raises `ConfigError` or `UnsupportedModelError` naming what does not fit.
@@ -40,17 +42,15 @@ def widen_model(source: Path, out: Path, size: Size, *, dtype: str, seed: int) -
     wide = ModelConfig.from_keys(Keys(content, out / "config.json"))
     with StoredWeights(source) as stored:
         stored.check(expected_shapes(old), also=[HEAD] if old.tie_word_embeddings else [])
-        plan = Widener(stored, old, size, seed).model(wide)
+        plan = Widener(stored, old, size, noise).model(wide)
         assert {name: p.shape for name, p in plan.items()} == expected_shapes(wide)
-        write_checkpoint(out, plan, content, dtype)
+        write_checkpoint(out, plan, content, noise.dtype)
     for pattern in _COPIED:
         for file in source.glob(pattern):
             shutil.copyfile(file, out / file.name)
 
 
-def widen_draft(
-    source: Path, target: ModelConfig, out: Path, size: Size, *, dtype: str, seed: int
-) -> None:
+def widen_draft(source: Path, target: ModelConfig, out: Path, size: Size, noise: Noise) -> None:
     """Write the draft in `source`, of any of the three kinds, at `size` into the empty directory
     `out`. target: of the narrow model that a head was trained for. Errors as of `widen_model`."""
     content = read_json(source / "config.json")
@@ -59,9 +59,9 @@ def widen_draft(
         assert kind is not None
         if kind != STANDALONE:
             keys = Keys(content, source / "config.json")
-            widen_head(kind, keys, stored, target, out, size, dtype=dtype, seed=seed)
+            widen_head(kind, keys, stored, target, out, size, noise)
             return
-    widen_model(source, out, size, dtype=dtype, seed=seed)
+    widen_model(source, out, size, noise)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -73,15 +73,15 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(f"{out} must be a new or an empty directory.")
     # A head needs the narrow target's config alone; a model is copied with its tokenizer.
     source = resolve_checkpoint(options.model_path, tokenizer=options.draft is None)
-    how = {"dtype": options.dtype, "seed": options.seed}
+    noise = Noise(options.seed, getattr(torch, options.dtype))
     out.mkdir(parents=True, exist_ok=True)
     if options.draft is None:
-        widen_model(source, out, size, **how)
+        widen_model(source, out, size, noise)
     else:
         target = ModelConfig.from_hf(source)
-        widen_draft(resolve_draft(options.draft), target, out, size, **how)
-    said = {"source": options.draft or options.model_path, "shape": str(size), **how}
-    write_json(out / "widened.json", said)
+        widen_draft(resolve_draft(options.draft), target, out, size, noise)
+    said = {"source": options.draft or options.model_path, "shape": str(size)}
+    write_json(out / "widened.json", said | {"dtype": options.dtype, "seed": options.seed})
     print(f"{out}: {options.draft or options.model_path} at {size} in {options.dtype}.")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sgl_spec.bench.widen_parts import Size, check_size, joined, stream
+from sgl_spec.bench.widen_parts import Noise, Size, check_size, joined, stream
 from sgl_spec.bench.widen_plan import Plan, Planned, Widener, widened_keys, write_checkpoint
 from sgl_spec.errors import ConfigError
 from sgl_spec.models.config import Keys, ModelConfig
@@ -32,9 +32,7 @@ def widen_head(
     target: ModelConfig,
     out: Path,
     size: Size,
-    *,
-    dtype: str,
-    seed: int,
+    noise: Noise,
 ) -> None:
     """Write the head of `stored` for `target` widened to `size`. kind: EAGLE or EAGLE3."""
     config = read_head_config(keys, kind)
@@ -45,9 +43,9 @@ def widen_head(
             f"vocab_size {config.layers.vocab_size}, --model-path has {target.hidden_size} and "
             f"{target.vocab_size}."
         )
-    widener = Widener(stored, config.layers, size, seed)
+    widener = Widener(stored, config.layers, size, noise)
     plan = _eagle(widener, config) if kind == EAGLE else _eagle3(widener, config, keys, target)
-    write_checkpoint(out, plan, _content(keys, config, target, size), dtype)
+    write_checkpoint(out, plan, _content(keys, config, target, size), noise.dtype)
 
 
 def _eagle(widener: Widener, config: HeadConfig) -> Plan:
@@ -93,7 +91,7 @@ def _copy(stored: StoredWeights, name: str) -> Planned:
     def make() -> Tensor:
         return stored.raw(name).clone()
 
-    return Planned(stored.shape(name), make, exact=True)
+    return Planned(stored.shape(name), make)
 
 
 def _content(keys: Keys, config: HeadConfig, target: ModelConfig, size: Size) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -194,42 +194,82 @@ def layer_axes(old: ModelConfig, size: Size) -> LayerAxes:
 
 
 class Noise:
-    """Normal numbers that depend on the seed and on the tensor's name alone.
+    """Normal numbers in `dtype` that depend on the seed and on the tensor's name alone.
 
     They come from one pool, each tensor from another place of it: drawing billions takes minutes,
     and nothing ever depends on them.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self._seed = seed
         self._pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(seed))
 
     def __call__(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        """[*shape] float32 with the standard deviation of `like`, for a vector its mean too."""
-        count = math.prod(shape)
-        start = zlib.crc32(f"{self._seed} {name}".encode()) % _POOL
-        copies = -(-(start + count) // _POOL)
-        drawn = self._pool.repeat(copies)[start : start + count].view(*shape)
+        """[*shape] with the standard deviation of `like`, for a vector its mean too."""
         like = like.float()
-        mean = float(like.mean()) if like.dim() == 1 else 0.0
-        return drawn * float(like.std(correction=0)) + mean
+        std, mean = float(like.std(correction=0)), float(like.mean()) if like.dim() == 1 else 0.0
+        drawn = torch.empty(math.prod(shape), dtype=self.dtype)
+        start, done = zlib.crc32(f"{self._seed} {name}".encode()) % _POOL, 0
+        while done < len(drawn):
+            part = self._pool[start : start + len(drawn) - done]
+            torch.mul(part, std, out=drawn[done : done + len(part)])
+            start, done = 0, done + len(part)
+        return drawn.view(*shape).add_(mean) if mean else drawn.view(*shape)
 
 
 def widened_linear(old: Tensor, noise: Tensor, out: Axis, read: Axis, scale: float) -> Tensor:
     """[out, read] of old [old out, old read], in the memory of `noise` [out, read]."""
     silent = out.zero.nonzero().flatten()
-    noise[silent[:, None], read.kept] = 0
-    exact = torch.cat((silent, out.kept))
-    if len(read.anything):
-        noise[exact[:, None], read.anything] = 0
-    noise[out.kept[:, None], read.kept] = old.float() * scale
+    exact = torch.cat((silent, out.kept)).sort().values
+    _Block(noise, exact, read.anything).set(0.0)
+    _Block(noise, silent, read.kept).set(0.0)
+    _Block(noise, out.kept, read.kept).set(old.float() * scale)
     return noise
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The entries of `matrix` in some rows and columns (indices [n], rising)."""
+
+    matrix: Tensor
+    rows: Tensor
+    columns: Tensor
+
+    def set(self, values: Tensor | float) -> None:
+        """values: [rows, columns], or one for all. Runs of indices are taken as such: an index put
+        of a big matrix is several times slower."""
+        values = torch.as_tensor(values, dtype=self.matrix.dtype)
+        for rows in _runs(self.rows):
+            for columns in _runs(self.columns):
+                part = values[rows.place][:, columns.place] if values.dim() else values
+                self.matrix[rows.index][:, columns.index] = part
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Indices first, first + step, ... as a slice, and their places among all."""
+
+    index: slice
+    place: slice
+
+
+def _runs(index: Tensor) -> Iterator[_Run]:
+    """Indices in the fewest arithmetic runs that a scan finds."""
+    numbers, start = index.tolist(), 0
+    while start < len(numbers):
+        end = start + 1
+        step = numbers[end] - numbers[start] if end < len(numbers) else 1
+        while end < len(numbers) and numbers[end] - numbers[end - 1] == step:
+            end += 1
+        yield _Run(slice(numbers[start], numbers[end - 1] + 1, step), slice(start, end))
+        start = end
 
 
 def widened_bias(old: Tensor, noise: Tensor, out: Axis, scale: float) -> Tensor:
     """[out] of old [old out], in the memory of `noise` [out]."""
     noise[out.zero] = 0
-    noise[out.kept] = old.float() * scale
+    noise[out.kept] = (old.float() * scale).to(noise.dtype)
     return noise
 
 
@@ -237,12 +277,12 @@ def widened_norm(old: Tensor, noise: Tensor, read: Axis) -> Tensor:
     """[read]: the mean of the squares sinks with the zeros, so the weight does too."""
     scale = math.sqrt(1 / read.growth)
     noise *= scale
-    noise[read.kept] = old.float() * scale
+    noise[read.kept] = (old.float() * scale).to(noise.dtype)
     return noise
 
 
-def widened_rows(old: Tensor, out: Axis) -> Tensor:
+def widened_rows(old: Tensor, out: Axis, dtype: torch.dtype) -> Tensor:
     """[n, out] of the rows [n, old out] of an embedding, which give the stream itself."""
-    rows = torch.zeros(len(old), out.size)
-    rows[:, out.kept] = old.float()
+    rows = torch.zeros(len(old), out.size, dtype=dtype)
+    _Block(rows, torch.arange(len(old)), out.kept).set(old)
     return rows

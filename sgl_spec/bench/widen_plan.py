@@ -37,11 +37,10 @@ _QUIET = ("self_attn.o_proj", "mlp.down_proj")  # zero in a layer that is to cha
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A tensor to write: its shape is known before `make` builds it. exact: keep its dtype."""
+    """A tensor to write: its shape is known before `make` builds it."""
 
     shape: tuple[int, ...]
     make: Callable[[], Tensor]
-    exact: bool = False
 
 
 Plan = dict[str, Planned]
@@ -50,11 +49,13 @@ Plan = dict[str, Planned]
 class Widener:
     """Plans the tensors of one directory: source weights, noise, the axes of its layers."""
 
-    def __init__(self, stored: StoredWeights, config: ModelConfig, size: Size, seed: int) -> None:
+    def __init__(
+        self, stored: StoredWeights, config: ModelConfig, size: Size, noise: Noise
+    ) -> None:
         self.stored = stored
         self.config = config
         self.size = size
-        self.noise = Noise(seed)
+        self.noise = noise
         self.axes: LayerAxes = layer_axes(config, size)
 
     def linear(self, name: str, out: Axis, read: Axis, scale: float = 1.0) -> Plan:
@@ -87,7 +88,11 @@ class Widener:
     def embedding(self, name: str, out: Axis) -> Plan:
         """Rows that are put into the stream as they are."""
         rows = self.stored.shape(name)[0]
-        return {name: Planned((rows, out.size), lambda: widened_rows(self.stored.raw(name), out))}
+        return {
+            name: Planned(
+                (rows, out.size), lambda: widened_rows(self.stored.raw(name), out, self.noise.dtype)
+            )
+        }
 
     def output(self, name: str, stored_as: str, read: Axis) -> Plan:
         """A row for each token that may come out."""
@@ -124,7 +129,7 @@ class Widener:
 
         def planned(name: str, shape: tuple[int, ...]) -> Planned:
             if name.startswith(_QUIET):
-                return Planned(shape, lambda: torch.zeros(shape))
+                return Planned(shape, lambda: torch.zeros(shape, dtype=self.noise.dtype))
             full = f"{prefix}.{name}"
             return Planned(
                 shape, lambda: self.noise(full, shape, self.stored.raw(f"{last}.{name}"))
@@ -159,20 +164,16 @@ def widened_keys(content: Mapping[str, Any], old: ModelConfig, size: Size) -> di
     }
 
 
-def write_checkpoint(out: Path, plan: Plan, content: Mapping[str, Any], dtype: str) -> None:
+def write_checkpoint(out: Path, plan: Plan, content: Mapping[str, Any], dtype: torch.dtype) -> None:
     """Weights in shards of at most `SHARD_BYTES` (or one tensor), built one after the other, so
     that one shard is in memory; the config last, so that a directory with one is complete."""
-    kind: torch.dtype = getattr(torch, dtype)
-    shards = _shards(plan, kind.itemsize)
+    shards = _shards(plan, dtype.itemsize)
     names = {
         name: f"{index:05}-of-{len(shards):05}" for index, s in enumerate(shards, 1) for name in s
     }
     total = 0
     for index, shard in enumerate(shards, 1):
-        made = {}
-        for name in shard:
-            tensor = plan[name].make()
-            made[name] = (tensor if plan[name].exact else tensor.to(kind)).contiguous()
+        made = {name: plan[name].make() for name in shard}
         total += sum(tensor.nbytes for tensor in made.values())
         file = out / f"model-{names[shard[0]]}.safetensors"
         save_file(made, file, metadata={"format": "pt"})
@@ -183,7 +184,7 @@ def write_checkpoint(out: Path, plan: Plan, content: Mapping[str, Any], dtype: s
         {"metadata": {"total_size": total}, "weight_map": weight_map},
     )
     kept = {key: value for key, value in content.items() if key != "torch_dtype"}
-    write_json(out / "config.json", kept | {"dtype": dtype})
+    write_json(out / "config.json", kept | {"dtype": str(dtype).removeprefix("torch.")})
 
 
 def _shards(plan: Plan, itemsize: int) -> list[list[str]]:
