@@ -10,6 +10,7 @@ from sgl_spec.errors import SglSpecError
 
 COMMANDS = {
     "accept": "accept length of a drafter on Spec-Bench, by group and tree shape",
+    "kernels": "every device kernel beside its floor and torch, on a GPU",
     "grammar": "time of compiling grammars and of the masks of a round's trees",
     "ngram": "time and memory of the n-gram drafter, per round",
     "sampling": "time of a round outside the forward, with every sampling setting",

@@ -1,6 +1,6 @@
 """Time every device kernel beside its floor (bytes / measured bandwidth) and torch's equivalent.
 
-python -m sgl_spec.bench.kernels [--sweep] [--only WORD] [--output FILE]
+python -m sgl_spec.bench kernels [--sweep] [--only WORD] [--output FILE]
 
 Times are of one call inside a CUDA graph that goes round many sets of inputs, so that what a call
 reads lies in no cache; least of several replays, by CUDA events. Needs a CUDA device.
@@ -9,7 +9,6 @@ reads lies in no cache; least of several replays, by CUDA events. Needs a CUDA d
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -136,7 +135,7 @@ def sweep_attention() -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str]) -> None:
     """Run the benchmark; see the module."""
-    parser = argparse.ArgumentParser(prog="python -m sgl_spec.bench.kernels")
+    parser = argparse.ArgumentParser(prog="python -m sgl_spec.bench kernels")
     parser.add_argument("--only", default="", help="kernels whose name holds this word")
     parser.add_argument("--sweep", action="store_true", help="also time other cuts and constants")
     parser.add_argument("--output", type=Path, help="append the result to this file, a JSON line")
@@ -151,7 +150,7 @@ def main(argv: Sequence[str]) -> None:
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s, {torch.cuda.get_device_name()}")
     result = {
         "bench": "kernels",
-        "conditions": provenance(["python", "-m", "sgl_spec.bench.kernels", *argv], seed=0),
+        "conditions": provenance(["python", "-m", "sgl_spec.bench", "kernels", *argv], seed=0),
         "bandwidth": bandwidth,
         "rows": rows,
     }
@@ -159,7 +158,3 @@ def main(argv: Sequence[str]) -> None:
         result |= {"linears": sweep_linears(), "attention": sweep_attention()}
     if options.output is not None:
         write_row(options.output, result)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
