@@ -162,7 +162,7 @@ def draft(dtype: torch.dtype) -> None:
 
 
 def sampling(dtype: torch.dtype) -> None:
-    from sgl_spec_kernels import filters, sample
+    from sgl_spec_kernels import filters, reject, sample
 
     ints, vocab = torch.zeros(2, dtype=torch.int64), 128256
     nodes, floats, logits = ints[:, None].repeat(1, 8), torch.zeros(2), torch.zeros(16, vocab)
@@ -172,6 +172,8 @@ def sampling(dtype: torch.dtype) -> None:
         trees = sample.Trees(nodes, nodes, nodes, ints, logits, ints, ints, ints, t, cut)
         sample.draw_all(trees, out)
         sample.draw_walk(trees, out, 2)
+    probs, space = torch.zeros(16, 32000), reject.reject_space(2, vocab, "cpu")
+    reject.reject_and_follow(trees, probs, nodes, out, space, torch.zeros(32000, dtype=torch.int64))
     settings = (floats, ints, floats.double(), floats)
     filters.token_cuts(logits, ints, ints, *settings, cuts, filters.cut_heads(16, "cpu"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from sgl_spec.request import SamplingParams
 from sgl_spec.speculative.filters import survivors
+from sgl_spec.speculative.rejection import RejectionRule
 from sgl_spec.speculative.sampling import SamplingRows, build_rows
-from sgl_spec.speculative.tree import TokenTree
+from sgl_spec.speculative.tree import AcceptResult, DraftProbs, TokenTree
 from sgl_spec.speculative.verify import sample_and_follow
-from sgl_spec_kernels import filters, sample
+from sgl_spec_kernels import filters, reject, sample
 from sgl_spec_kernels.filters import cut_heads, token_cuts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -125,37 +127,34 @@ def make_trees(batch: int, nodes: int, vocab: int) -> TokenTree:
     return TokenTree(*ints)
 
 
-def check_walk(kind: str, batch: int, nodes: int, vocab: int) -> None:
-    settings = [SETTINGS[i % len(SETTINGS)] for i in range(batch)]
-    rows, tree = make_rows(settings), make_trees(batch, nodes, vocab)
-    logits = make_logits(kind, batch * nodes, vocab)
-    offsets = torch.arange(batch, device=DEVICE).flip(0) * nodes
-    committed = torch.arange(batch, device=DEVICE) * 1000 + 3
-    expected = sample_and_follow(tree, logits, offsets, rows, committed)
+def device_trees(tree: TokenTree, logits: Tensor, rows: SamplingRows) -> sample.Trees:
+    """The kernels' arguments; rows of the logits lie in reversed order of the requests."""
+    batch, nodes = tree.tokens.shape
+    number = torch.arange(batch, device=DEVICE)
+    offsets = number.flip(0) * nodes
     cuts = torch.full((batch, nodes), -9, device=DEVICE)
-    token_cuts(
-        logits,
-        offsets,
-        tree.num_nodes,
-        rows.temperature,
-        rows.top_k,
-        rows.top_p,
-        rows.min_p,
-        cuts,
-        cut_heads(batch * nodes, DEVICE),
-    )
-    trees = sample.Trees(
-        tree.tokens,
-        tree.parents,
-        tree.depths().contiguous(),
-        tree.num_nodes,
-        logits,
-        offsets,
-        committed,
-        rows.seed,
-        rows.temperature,
-        cuts,
-    )
+    settings = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+    heads = cut_heads(batch * nodes, DEVICE)
+    token_cuts(logits, offsets, tree.num_nodes, *settings, cuts, heads)
+    depths = tree.depths().contiguous()
+    given = (tree.tokens, tree.parents, depths, tree.num_nodes, logits, offsets, number * 1000 + 3)
+    return sample.Trees(*given, rows.seed, rows.temperature, cuts)
+
+
+def check_equal(out: sample.Walked, expected: AcceptResult) -> None:
+    assert not out.arrived.any()
+    assert torch.equal(out.counts, expected.counts)
+    used = torch.arange(out.tokens.shape[1], device=DEVICE) < out.counts[:, None]
+    assert torch.equal(out.tokens[used], expected.tokens[used])
+    assert torch.equal(out.path[used], expected.path[used])
+    assert (out.tokens[~used] == -9).all()
+
+
+def check_walk(kind: str, batch: int, nodes: int, vocab: int) -> None:
+    rows = make_rows([SETTINGS[i % len(SETTINGS)] for i in range(batch)])
+    tree, logits = make_trees(batch, nodes, vocab), make_logits(kind, batch * nodes, vocab)
+    trees = device_trees(tree, logits, rows)
+    expected = sample_and_follow(tree, logits, trees.row_offsets, rows, trees.committed_lens)
     out = sample.walked(batch, nodes, vocab, DEVICE)
     for walk in (False, True):
         out.tokens.fill_(-9)
@@ -164,12 +163,26 @@ def check_walk(kind: str, batch: int, nodes: int, vocab: int) -> None:
             sample.draw_walk(trees, out, levels=nodes)
         else:
             sample.draw_all(trees, out)
-        assert not out.arrived.any()
-        assert torch.equal(out.counts, expected.counts)
-        used = torch.arange(nodes, device=DEVICE) < out.counts[:, None]
-        assert torch.equal(out.tokens[used], expected.tokens[used])
-        assert torch.equal(out.path[used], expected.path[used])
-        assert (out.tokens[~used] == -9).all()
+        check_equal(out, expected)
+
+
+def check_rejection(kind: str, batch: int, nodes: int, vocab: int, *, hot: bool) -> None:
+    """hot: the drafter knows two thirds of the vocabulary, in an order of its own; the other drafts
+    have q = 0."""
+    rows = make_rows([SETTINGS[i % len(SETTINGS)] for i in range(batch)])
+    tree, logits = make_trees(batch, nodes, vocab), make_logits(kind, batch * nodes, vocab)
+    trees = device_trees(tree, logits, rows)
+    columns = vocab * 2 // 3 if hot else vocab
+    ids = torch.randperm(vocab, device=DEVICE)[:columns] if hot else None
+    probs = torch.randn(batch * nodes, columns, device=DEVICE).softmax(1)
+    row_of = torch.randperm(batch * nodes, device=DEVICE).view(batch, nodes)
+    tree = replace(tree, draft=DraftProbs(probs, row_of, ids))
+    expected = RejectionRule()(tree, logits, trees.row_offsets, rows, trees.committed_lens)
+    out = sample.walked(batch, nodes, vocab, DEVICE)
+    out.tokens.fill_(-9)
+    space = torch.full_like(reject.reject_space(batch, vocab, DEVICE), torch.nan)
+    reject.reject_and_follow(trees, probs, row_of, out, space, ids)
+    check_equal(out, expected)
 
 
 @INTERPRETED
@@ -198,6 +211,20 @@ def test_walks(
     check_walk(kind, batch, nodes, vocab)
 
 
+@INTERPRETED
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("kind", "batch", "nodes", "vocab", "hot"),
+    [("random", 11, 4, 9, False), ("ties", 11, 4, 12, True), ("masked", 4, 4, 21, False)],
+)
+def test_rejection(
+    kind: str, batch: int, nodes: int, vocab: int, hot: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filters, "BLOCK", 32)
+    monkeypatch.setattr(reject, "BLOCK", 8)
+    check_rejection(kind, batch, nodes, vocab, hot=hot)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["random", "ties", "flat", "peaked", "masked"])
 def test_on_the_gpu(kind: str) -> None:
@@ -205,6 +232,8 @@ def test_on_the_gpu(kind: str) -> None:
         check_cuts(kind, vocab, nodes=2)
     for batch, nodes, vocab in ((1, 1, 4096), (11, 8, 16), (48, 8, 6), (7, 64, 90), (3, 5, 128256)):
         check_walk(kind, batch, nodes, vocab)
+        check_rejection(kind, batch, nodes, vocab, hot=False)
+        check_rejection(kind, batch, nodes, vocab, hot=True)
 
 
 @pytest.mark.gpu
