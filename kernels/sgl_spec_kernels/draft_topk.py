@@ -3,11 +3,13 @@
     z = x / e                                  greedy
     z = x / T                                  sampled, plain
     z = (x + T g) / e,  g = -log E             sampled, by the target's own noise at that position
+    z = x / T + g                              sampled, by noise of the drafts' own: the tokens are
+                                               drawn from softmax(x / T) without replacement
     value, column = top K of z - log sum exp z,  equal ones by rising column
 
 x: the draft's logits [R, W], T: the temperature, e: the typical error of the draft's logits. It is
-`sgl_spec.speculative.ranking` on the device, which is its twin. Programs take chunks of a row; the
-last of a row to finish merges their best.
+`sgl_spec.speculative.ranking` on the device, and for noise of its own `propose.draw_siblings`,
+which are its twins. Programs take chunks of a row; the last of a row to finish merges their best.
 """
 
 from __future__ import annotations
@@ -19,10 +21,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_spec_kernels.noise import falling_key, gumbel, key_index, key_value, noise_bits, row_keys
+from sgl_spec_kernels.noise import (
+    PROPOSAL,
+    falling_key,
+    gumbel,
+    key_index,
+    key_value,
+    noise_bits,
+    row_keys,
+    stream_keys,
+)
 
 BLOCK = 2048  # columns of a program
 MOST_TOPK = 16
+NOISES = (None, "shared", "proposal")
 _NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
@@ -49,7 +61,8 @@ def _draft_topk(
     CHUNKS: tl.constexpr,
     MERGED: tl.constexpr,
     SAMPLED: tl.constexpr,
-    NOISY: tl.constexpr,
+    NOISE: tl.constexpr,
+    PROPOSAL: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_CUTS: tl.constexpr,
 ):
@@ -63,15 +76,20 @@ def _draft_topk(
     if SAMPLED:
         t = tl.load(temperature + request)
         if t > 0:
-            if NOISY:
+            z = x / t
+            if NOISE > 0:
                 position = tl.load(lengths + request) + depth
-                first, second = row_keys(tl.load(seed + request), position)
                 token = column
                 if HAS_IDS:
                     token = tl.load(ids + column, mask=inside, other=0).to(tl.int32)
-                z = (x + t * gumbel(noise_bits(first, second, token))) / error
-            else:
-                z = x / t
+                if NOISE == 1:
+                    first, second = row_keys(tl.load(seed + request), position)
+                    z = (x + t * gumbel(noise_bits(first, second, token))) / error
+                else:
+                    first, second = stream_keys(
+                        tl.load(seed + request), position, PROPOSAL, depth + 1
+                    )
+                    z += gumbel(noise_bits(first, second, token))
     if HAS_CUTS:
         kept = falling_key(x, column) <= tl.load(cuts + row)
         z = tl.where(kept, z, float("-inf"))
@@ -151,7 +169,7 @@ def draft_topk(
     lengths: Tensor,
     seed: Tensor,
     temperature: Tensor | None,
-    noisy: bool = True,
+    noise: str | None = "shared",
     ids: Tensor | None = None,
     cuts: Tensor | None = None,
 ) -> None:
@@ -159,11 +177,13 @@ def draft_topk(
 
     logits: [R, W], R / B rows of each of the B requests in order. lengths, seed: [B] int64; the
     tokens proposed have position lengths + depth. temperature: [B] float32, None where all are 0.
-    noisy: rank by the target's noise. ids: [W] int64, the token of each column, None where the
-    columns are the vocabulary. cuts: [R] int64 of `token_cuts`, the last key that filters keep.
+    noise: "shared" ranks by the target's, "proposal" draws, None ranks without. ids: [W] int64, the
+    token of each column, None where the columns are the vocabulary. cuts: [R] int64 of
+    `token_cuts`, the last key that filters keep.
     """
     rows, width = logits.shape
     topk = values.shape[1]
+    assert noise in NOISES, f"noise {noise!r} is none of {NOISES}"
     assert 1 <= topk <= MOST_TOPK, f"top {topk}, this kernel takes 1 to {MOST_TOPK}"
     assert logits.stride(1) == 1, "a row of logits must be contiguous"
     assert rows % lengths.shape[0] == 0
@@ -196,7 +216,8 @@ def draft_topk(
         CHUNKS=chunks,
         MERGED=triton.next_power_of_2(chunks * topk),
         SAMPLED=temperature is not None,
-        NOISY=noisy,
+        NOISE=NOISES.index(noise),
+        PROPOSAL=PROPOSAL,
         HAS_IDS=ids is not None,
         HAS_CUTS=cuts is not None,
         num_warps=4,

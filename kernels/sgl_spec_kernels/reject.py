@@ -60,7 +60,7 @@ def _plain_draw(row, t, seed, position, cut, vocab, BLOCK: tl.constexpr):
         x, token = _logits(row, start, cut, vocab, BLOCK)
         score = x.to(tl.float64)
         if t > 0:
-            score = score / t.to(tl.float64) + gumbel(noise_bits(first, second, token))
+            score = score * (1.0 / t.to(tl.float64)) + gumbel(noise_bits(first, second, token))
         best, winner = _best(score, token, best, winner, vocab)
     return winner.to(tl.int64)
 

@@ -91,7 +91,7 @@ def _draw(
         if t > 0:
             position = tl.load(committed_lens + request) + depth + 1
             first, second = row_keys(tl.load(seed + request), position)
-            score = score / t.to(tl.float64) + gumbel(noise_bits(first, second, token))
+            score = score * (1.0 / t.to(tl.float64)) + gumbel(noise_bits(first, second, token))
             if HAS_CUTS:
                 kept = falling_key(x, token) <= tl.load(cuts + request * WIDTH + node)
                 score = tl.where(kept, score, float("-inf"))

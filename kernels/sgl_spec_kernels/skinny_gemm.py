@@ -142,7 +142,8 @@ def skinny_gemm(
     shape: GemmShape | None = None,
 ) -> Tensor:
     """y [M, N]. x: [M, K], rows may lie apart. weight: [N, K] contiguous. bias: [N]. residual, out:
-    [M, N] contiguous; out may be residual. M is 1 to 64. Sums are float32."""
+    [M, N] contiguous; out may be residual, or of another dtype (float32 logits of a bfloat16
+    head). M is 1 to 64. Sums are float32."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
     shape = shape or TUNED.get((outputs, inputs)) or default_shape(outputs, inputs)
     assert 1 <= rows <= MOST_ROWS, f"{rows} rows, this kernel takes 1 to {MOST_ROWS}"
@@ -192,8 +193,9 @@ def skinny_gemm_ref(
     shape: GemmShape | None = None,
 ) -> Tensor:
     """The twin of `skinny_gemm`; it needs no work space and no shape."""
+    dtype = x.dtype if out is None else out.dtype
     y = x.float() @ weight.float().T
     y = y if bias is None else y + bias.float()
-    y = y.to(x.dtype)
-    y = y if residual is None else (y.float() + residual.float()).to(x.dtype)
+    y = y.to(dtype)
+    y = y if residual is None else (y.float() + residual.float()).to(dtype)
     return y if out is None else out.copy_(y)

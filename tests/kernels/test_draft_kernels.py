@@ -10,6 +10,7 @@ from torch import Tensor
 from sgl_spec.request import SamplingParams
 from sgl_spec.speculative.grow import GrownTrees
 from sgl_spec.speculative.noise import Stream, exponential, noise_bits, row_keys, stream_keys
+from sgl_spec.speculative.propose import draw_siblings
 from sgl_spec.speculative.ranking import Ranking
 from sgl_spec.speculative.sampling import SamplingRows, build_rows
 from sgl_spec_kernels import compact, draft_topk, tree_build
@@ -52,7 +53,7 @@ def check_topk(batch: int, frontier: int, width: int, topk: int, noisy: bool) ->
         lengths=lengths,
         seed=sampling.seed,
         temperature=sampling.temperature,
-        noisy=noisy,
+        noise="shared" if noisy else None,
         ids=ids,
     )
     assert not work.arrived.any()
@@ -71,6 +72,35 @@ def check_topk(batch: int, frontier: int, width: int, topk: int, noisy: bool) ->
     assert same[finite].float().mean() > 0.95
     ordered = tokens.masked_fill(~finite, -1).sort(1).values
     assert not ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()
+
+
+def check_siblings(batch: int, frontier: int, width: int, topk: int) -> None:
+    """Drafts drawn for the rejection rule: the tokens, in the order in which they are drawn."""
+    rows, topk = batch * frontier, min(topk, width)
+    logits = 2 * torch.randn(rows, width, device=DEVICE)
+    ids = torch.randperm(2 * width, device=DEVICE)[:width]
+    sampling, lengths = sampled(batch), torch.arange(batch, device=DEVICE) * 1000 + 5
+    values = torch.empty(rows, topk, device=DEVICE)
+    tokens = torch.full((rows, topk), -9, device=DEVICE)
+    draft_topk.draft_topk(
+        logits,
+        values,
+        tokens,
+        topk_work(rows, width, topk, DEVICE),
+        error=0.7,
+        depth=3,
+        lengths=lengths,
+        seed=sampling.seed,
+        temperature=sampling.temperature,
+        noise="proposal",
+        ids=ids,
+    )
+    request = torch.arange(batch, device=DEVICE).repeat_interleave(frontier)
+    keys = stream_keys(sampling.seed[request], lengths[request] + 3, Stream.PROPOSAL, 4)
+    temperature = sampling.temperature[request]
+    expected, _ = draw_siblings(logits, temperature, keys, topk, ids)
+    assert (tokens == expected).float().mean() > 0.99  # rounding may swap neighbours
+    assert torch.equal(tokens[temperature == 0], expected[temperature == 0])
 
 
 def check_meaningless_rows() -> None:
@@ -231,6 +261,8 @@ def test_topk(
 ) -> None:
     monkeypatch.setattr(draft_topk, "BLOCK", 64)
     check_topk(batch, frontier, width, topk, noisy)
+    if noisy:
+        check_siblings(batch, frontier, width, topk)
 
 
 @INTERPRETED
@@ -258,6 +290,7 @@ def test_on_the_gpu() -> None:
     for size in TOPKS + BIG_TOPKS:
         check_topk(*size, noisy=True)
         check_topk(*size, noisy=False)
+        check_siblings(*size)
     for shape in SHAPES + BIG_SHAPES:
         check_tree(*shape)
     for size in ((1, 2, 2), (48, 8, 6), (200, 64, 9), (5, 33, 33)):

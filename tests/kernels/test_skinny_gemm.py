@@ -44,6 +44,9 @@ def check(
         found = skinny_gemm(x, weight, work, *more, shape=shape)
         assert relative_error(found, expected) < error
         assert not work.arrived.any(), "the counters are not back at zero"
+    wide = torch.empty(rows, outputs, device=device)
+    skinny_gemm(x, weight, work, out=wide, shape=shape)
+    assert relative_error(wide, skinny_gemm_ref(x, weight, out=torch.empty_like(wide))) < 1e-5
     stream = residual.clone()
     skinny_gemm(x, weight, work, None, stream, stream, shape)  # in place of the residual
     assert relative_error(stream, skinny_gemm_ref(x, weight, None, None, residual)) < error
