@@ -178,12 +178,25 @@ def sampling(dtype: torch.dtype) -> None:
     filters.token_cuts(logits, ints, ints, *settings, cuts, filters.cut_heads(16, "cpu"))
 
 
+def adjusting(dtype: torch.dtype) -> None:
+    from sgl_spec_kernels.adjust import Biases, Masks, Penalties, adjust_logits
+
+    ints, nodes, vocab = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 8).long(), 128256
+    yes, floats, counts = torch.ones(2, dtype=torch.bool), torch.zeros(2), torch.zeros(2, vocab)
+    biases = Biases(nodes, nodes.float(), nodes, yes, nodes, yes)
+    masks = Masks(torch.zeros(1, vocab // 32, dtype=torch.int32), nodes)
+    for parts in ((), (Penalties(ints, counts.bool(), counts, *[floats] * 3), biases, masks)):
+        trees = (ints, ints, ints, nodes, nodes, nodes)
+        adjust_logits(torch.zeros(16, vocab), *trees, yes, ints, nodes, *parts)
+
+
 CALLS: dict[str, Callable[[torch.dtype], None]] = {
     "attention": attention,
     "fused": fused,
     "skinny": skinny,
     "draft": draft,
     "sampling": sampling,
+    "adjusting": adjusting,
 }
 
 
