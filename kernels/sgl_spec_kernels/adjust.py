@@ -27,10 +27,19 @@ def _penalised(x, count, held, repetition, frequency, presence):
 
 @triton.jit
 def _penalise(
-    row, text, output, tokens, word, settings, vocab, LANES: tl.constexpr, BLOCK: tl.constexpr
+    row,
+    text,
+    output,
+    tokens,
+    word,
+    repetition,
+    frequency,
+    presence,
+    vocab,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """settings: repetition, frequency, presence. word: the node's ancestors and itself."""
-    repetition, frequency, presence = settings
+    """word: the node's ancestors and itself."""
     lane = tl.arange(0, LANES)
     # The root is in the counts already.
     on_path = (((word >> lane.to(tl.int64)) & 1) != 0) & (lane > 0)
@@ -45,12 +54,24 @@ def _penalise(
         each = start + tl.arange(0, BLOCK)
         inside = each < vocab
         held = tl.load(text + each, mask=inside, other=0) != 0
-        x = tl.load(row + each, mask=inside, other=0.0)
-        count = tl.load(output + each, mask=inside, other=0.0)
-        y = _penalised(x, count, held, repetition, frequency, presence)
+        old = tl.load(row + each, mask=inside, other=0.0)
+        seen = tl.load(output + each, mask=inside, other=0.0)
+        y = _penalised(old, seen, held, repetition, frequency, presence)
         tl.store(row + each, y, mask=inside & held)
     tl.debug_barrier()
     tl.store(row + token, moved, mask=on_path)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _mask(row, mask, vocab, BLOCK: tl.constexpr):
+    """Tokens whose bit is not set cannot be drawn."""
+    for start in range(0, vocab, BLOCK):
+        each = start + tl.arange(0, BLOCK)
+        word = tl.load(mask + each // 32, mask=each < vocab, other=0)
+        out = ((word >> (each % 32)) & 1) == 0
+        nothing = tl.full([BLOCK], float("-inf"), tl.float32)
+        tl.store(row + each, nothing, mask=(each < vocab) & out)
     tl.debug_barrier()
 
 
@@ -155,18 +176,15 @@ def _adjust(  # noqa: C901 - one branch for each kind of adjustment
     if PENALTIES:
         counted = tl.load(penalty_row + request).to(tl.int64)
         if counted >= 0:
-            settings = (
-                tl.load(repetition + request),
-                tl.load(frequency + request),
-                tl.load(presence + request),
-            )
             _penalise(
                 row,
                 text + counted * vocab,
                 output + counted * vocab,
                 tokens + request * WIDTH,
                 tl.load(words + slot),
-                settings,
+                tl.load(repetition + request),
+                tl.load(frequency + request),
+                tl.load(presence + request),
                 vocab,
                 LANES,
                 BLOCK,
@@ -178,22 +196,19 @@ def _adjust(  # noqa: C901 - one branch for each kind of adjustment
         value = tl.load(bias_values + at, mask=lane < BIASES, other=0.0)
         tl.atomic_add(row + token, value, mask=(lane < BIASES) & (value != 0))
         tl.debug_barrier()
-    if mask_row >= 0:
-        for start in range(0, vocab, BLOCK):
-            each = start + tl.arange(0, BLOCK)
-            word = tl.load(masks + mask_row * mask_stride + each // 32, mask=each < vocab, other=0)
-            out = ((word >> (each % 32)) & 1) == 0
-            nothing = tl.full([BLOCK], float("-inf"), tl.float32)
-            tl.store(row + each, nothing, mask=(each < vocab) & out)
-        tl.debug_barrier()
+    if MASKS:  # noqa: SIM102 - a constant alone keeps what is absent from being compiled
+        if mask_row >= 0:
+            _mask(row, masks + mask_row * mask_stride, vocab, BLOCK)
     if ENDERS > 0:
         position = tl.load(committed_lens + request) + tl.load(depths + slot) + 1
         if position < tl.load(end_from + request):
             _hold_back(row, end_ids + request * ENDERS, ENDERS, vocab, END_LANES, BLOCK)
-    if BANNED > 0 and tl.load(has_banned + request) != 0:
-        _hold_back(row, banned + request * BANNED, BANNED, vocab, BANNED_LANES, BLOCK)
-    if FORCED > 0 and tl.load(has_forced + request) != 0:
-        _only(row, forced + request * FORCED, FORCED, vocab, FORCED_LANES, BLOCK)
+    if BANNED > 0:  # noqa: SIM102
+        if tl.load(has_banned + request) != 0:
+            _hold_back(row, banned + request * BANNED, BANNED, vocab, BANNED_LANES, BLOCK)
+    if FORCED > 0:  # noqa: SIM102
+        if tl.load(has_forced + request) != 0:
+            _only(row, forced + request * FORCED, FORCED, vocab, FORCED_LANES, BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
