@@ -4,13 +4,13 @@ must move and what torch does in its place."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgl_spec_kernels import compact, draft_topk, filters, sample, tree_attn, tree_build
+from sgl_spec_kernels import compact, draft_topk, filters, reject, sample, tree_attn, tree_build
 from sgl_spec_kernels.rms_norm import rms_norm
 from sgl_spec_kernels.rope_kv import rope_kv
 from sgl_spec_kernels.silu_mul import silu_mul
@@ -67,6 +67,8 @@ def all_cases() -> Iterator[Case]:
         yield compaction(batch)
         for filtered in (False, True):
             yield walk(batch, filtered=filtered)
+        yield levels(batch)
+        yield rejection(batch)
 
 
 def _rand(*shape: int, dtype: torch.dtype = _BF16) -> Tensor:
@@ -244,29 +246,42 @@ def compaction(batch: int) -> Case:
     return Case(f"rename slots x {batch}", batch * (8 * 8 + 64 + 24), prepare)
 
 
+def _eights(batch: int) -> tuple[sample.Trees, sample.Walked]:
+    """Chains of 8 random tokens at temperature 1."""
+    logits = _rand(8 * batch, VOCAB, dtype=torch.float32)
+    number = torch.arange(batch, device=DEVICE)
+    chain = torch.arange(8, device=DEVICE).repeat(batch, 1)
+    trees = sample.Trees(
+        tokens=torch.randint(VOCAB, (batch, 8), device=DEVICE),
+        parents=chain - 1,
+        depths=chain,
+        num_nodes=torch.full_like(number, 8),
+        logits=logits,
+        row_offsets=number * 8,
+        committed_lens=number,
+        seed=number,
+        temperature=torch.ones(batch, device=DEVICE),
+    )
+    return trees, sample.walked(batch, 8, VOCAB, DEVICE)
+
+
 def walk(batch: int, *, filtered: bool) -> Case:
-    """Sample-and-follow on trees of 8 nodes, every node drawn at temperature 1."""
+    """Sample-and-follow where every node is drawn."""
     rows = 8 * batch
 
     def prepare() -> Call:
-        logits = _rand(rows, VOCAB, dtype=torch.float32)
-        number = torch.arange(batch, device=DEVICE)
-        offsets, counts = number * 8, torch.full_like(number, 8)
-        warm, cuts = (
-            torch.ones(batch, device=DEVICE),
-            torch.zeros_like(offsets)[:, None].repeat(1, 8),
-        )
-        chain = torch.arange(8, device=DEVICE).repeat(batch, 1)
-        tokens = torch.randint(VOCAB, (batch, 8), device=DEVICE)
-        settings = (warm, torch.full_like(number, 50), warm.double() * 0.9, warm * 0)
-        heads, out = filters.cut_heads(rows, DEVICE), sample.walked(batch, 8, VOCAB, DEVICE)
-        given = (tokens, chain - 1, chain, counts, logits, offsets, number, number, warm)
-        walked = sample.Trees(*given, cuts if filtered else None)
+        trees, out = _eights(batch)
+        if not filtered:
+            return lambda: sample.draw_all(trees, out)
+        warm = torch.ones(batch, device=DEVICE)
+        settings = (warm, torch.full_like(trees.seed, 50), warm.double() * 0.9, warm * 0)
+        cuts, heads = torch.zeros_like(trees.tokens), filters.cut_heads(rows, DEVICE)
+        narrowed = replace(trees, cuts=cuts)
 
         def call() -> None:
-            if filtered:
-                filters.token_cuts(logits, offsets, counts, *settings, cuts, heads)
-            sample.draw_all(walked, out)
+            where = (trees.logits, trees.row_offsets, trees.num_nodes)
+            filters.token_cuts(*where, *settings, cuts, heads)
+            sample.draw_all(narrowed, out)
 
         return call
 
@@ -277,3 +292,27 @@ def walk(batch: int, *, filtered: bool) -> Case:
 
     name = f"{'top_k, top_p, ' if filtered else ''}draw all + follow x {rows}"
     return Case(name, 4 * rows * VOCAB, prepare, None if filtered else baseline)
+
+
+def levels(batch: int) -> Case:
+    """Sample-and-follow level by level, six of them; random drafts end at the first."""
+
+    def prepare() -> Call:
+        trees, out = _eights(batch)
+        return lambda: sample.draw_walk(trees, out, 6)
+
+    return Case(f"draw 6 levels x {batch}", 4 * batch * VOCAB, prepare)
+
+
+def rejection(batch: int) -> Case:
+    """The rejection rule; random drafts end at the first."""
+
+    def prepare() -> Call:
+        trees, out = _eights(batch)
+        probs = torch.rand(8 * batch, DRAFT_VOCAB, device=DEVICE)
+        row_of = torch.arange(8 * batch, device=DEVICE).view(batch, 8)
+        ids = torch.randperm(VOCAB, device=DEVICE)[:DRAFT_VOCAB]
+        space = reject.reject_space(batch, VOCAB, DEVICE)
+        return lambda: reject.reject_and_follow(trees, probs, row_of, out, space, ids)
+
+    return Case(f"rejection x {batch}", 4 * batch * (VOCAB + DRAFT_VOCAB), prepare)

@@ -90,7 +90,7 @@ def sweep_linears() -> list[dict[str, Any]]:
     """The best cut of each dense layer at 1 to 16 rows: entries for `skinny_gemm.TUNED`."""
     found: list[dict[str, Any]] = []
     for name, (outputs, inputs) in LINEARS.items():
-        shapes = product((32, 64, 128), (64, 128, 256), (1, 2, 4, 8, 16), (4, 8), (3, 4, 6))
+        shapes = product((64, 128), (64, 128, 256), (1, 2, 4, 8), (4,), (3, 5))
         for shape in (GemmShape(*cut) for cut in shapes):
             if not _is_sensible(shape, outputs, inputs):
                 continue
@@ -119,7 +119,7 @@ def sweep_attention() -> list[dict[str, Any]]:
     names = ("BLOCK_N", "MIN_SPLIT", "_PROGRAMS")
     before = [getattr(tree_attn, name) for name in names]
     found: list[dict[str, Any]] = []
-    for values in product((32, 64, 128), (64, 128, 256), (132, 264, 528)):
+    for values in product((32, 64, 128), (64, 128, 256), (132, 264, 528, 1056)):
         for name, value in zip(names, values, strict=True):
             setattr(tree_attn, name, value)
         for shape in ((1, 8, 500), (1, 8, 16000), (8, 8, 1000), (48, 8, 500)):

@@ -10,7 +10,7 @@ from kernel_runs import INTERPRETED
 
 from sgl_spec.bench import kernel_cases, kernels
 from sgl_spec.errors import ConfigError
-from sgl_spec_kernels import filters, sample
+from sgl_spec_kernels import filters, reject, sample
 
 TOY = {
     "HIDDEN": 32,
@@ -32,6 +32,7 @@ def test_every_case_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernel_cases, name, value)
     monkeypatch.setattr(filters, "BLOCK", 64)
     monkeypatch.setattr(sample, "BLOCK", 64)
+    monkeypatch.setattr(reject, "BLOCK", 64)
     cases = [
         kernel_cases.attention(1, 2, 30),
         kernel_cases.linear("o", 2, 32, 64),
@@ -44,6 +45,8 @@ def test_every_case_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel_cases.compaction(2),
         kernel_cases.walk(1, filtered=False),
         kernel_cases.walk(1, filtered=True),
+        kernel_cases.levels(1),
+        kernel_cases.rejection(1),
     ]
     for case in cases:
         case.prepare()()
