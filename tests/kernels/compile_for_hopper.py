@@ -163,6 +163,7 @@ def draft(dtype: torch.dtype) -> None:
 
 def sampling(dtype: torch.dtype) -> None:
     from sgl_spec_kernels import filters, reject, sample
+    from sgl_spec_kernels.simulate import force_path
 
     ints, vocab = torch.zeros(2, dtype=torch.int64), 128256
     nodes, floats, logits = ints[:, None].repeat(1, 8), torch.zeros(2), torch.zeros(16, vocab)
@@ -172,6 +173,7 @@ def sampling(dtype: torch.dtype) -> None:
         trees = sample.Trees(nodes, nodes, nodes, ints, logits, ints, ints, ints, t, cut)
         sample.draw_all(trees, out)
         sample.draw_walk(trees, out, 2)
+    force_path(trees, nodes, ints, out)
     probs, space = torch.zeros(16, 32000), reject.reject_space(2, vocab, "cpu")
     reject.reject_and_follow(trees, probs, nodes, out, space, torch.zeros(32000, dtype=torch.int64))
     settings = (floats, ints, floats.double(), floats)

@@ -18,6 +18,7 @@ from sgl_spec.speculative.tree import AcceptResult, DraftProbs, TokenTree
 from sgl_spec.speculative.verify import sample_and_follow
 from sgl_spec_kernels import filters, reject, sample
 from sgl_spec_kernels.filters import cut_heads, token_cuts
+from sgl_spec_kernels.simulate import force_path
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEVER = torch.iinfo(torch.int64).max
@@ -164,6 +165,31 @@ def check_walk(kind: str, batch: int, nodes: int, vocab: int) -> None:
         else:
             sample.draw_all(trees, out)
         check_equal(out, expected)
+    sample.draw_all(trees, out)
+    check_forced(trees, tree, out)
+
+
+def check_forced(trees: sample.Trees, tree: TokenTree, out: sample.Walked) -> None:
+    """Lengths from 1 to beyond the deepest tree."""
+    drawn, depths = out.drawn.tolist(), tree.depths().tolist()
+    parents, held, counts = (t.tolist() for t in (tree.parents, tree.tokens, tree.num_nodes))
+    for length in (1, 2, 4, 99):
+        out.tokens.fill_(-9)
+        out.path.fill_(-9)
+        lengths = torch.full_like(tree.num_nodes, length)
+        force_path(trees, tree.ancestor_words().contiguous(), lengths, out)
+        for i, count in enumerate(counts):
+            depth = min(length - 1, max(depths[i][:count]))
+            node = depths[i][:count].index(depth)
+            tokens, path = [drawn[i][node]], [node]
+            while node > 0:
+                tokens.insert(0, held[i][node])
+                node = parents[i][node]
+                path.insert(0, node)
+            fill = [-9] * (len(held[i]) - depth - 1)
+            assert out.counts[i] == depth + 1
+            assert out.tokens[i].tolist() == tokens + fill
+            assert out.path[i].tolist() == path + fill
 
 
 def check_rejection(kind: str, batch: int, nodes: int, vocab: int, *, hot: bool) -> None:
