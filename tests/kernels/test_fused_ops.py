@@ -63,6 +63,7 @@ def check_silu(rows: int, width: int, device: str, dtype: torch.dtype, error: fl
 @pytest.mark.parametrize(("rows", "width"), NORMS[:4])
 def test_rms_norm(rows: int, width: int) -> None:
     check_norm(rows, width, "cpu", torch.float32, 1e-6)
+    check_norm(rows, width, "cpu", torch.float16, 2e-3)
 
 
 @INTERPRETED
@@ -70,6 +71,7 @@ def test_rms_norm(rows: int, width: int) -> None:
 @pytest.mark.parametrize("shape", ROPES[:3])
 def test_rope_kv(shape: tuple[int, int, int, int], normed: bool) -> None:
     check_rope(shape, normed, "cpu", torch.float32, 1e-6)
+    check_rope(shape, normed, "cpu", torch.float16, 2e-3)
 
 
 @INTERPRETED
@@ -77,6 +79,7 @@ def test_rope_kv(shape: tuple[int, int, int, int], normed: bool) -> None:
 @pytest.mark.parametrize(("rows", "width"), GATES[:3])
 def test_silu_mul(rows: int, width: int) -> None:
     check_silu(rows, width, "cpu", torch.float32, 1e-6)
+    check_silu(rows, width, "cpu", torch.float16, 2e-3)
 
 
 @pytest.mark.gpu

@@ -56,6 +56,7 @@ def check(
 @pytest.mark.parametrize(("rows", "outputs", "inputs", "shape"), SMALL)
 def test_equals_its_twin(rows: int, outputs: int, inputs: int, shape: GemmShape) -> None:
     check(rows, outputs, inputs, shape, "cpu", torch.float32, 1e-6)
+    check(rows, outputs, inputs, shape, "cpu", torch.float16, 2e-3)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), LARGE)
