@@ -173,7 +173,8 @@ def skinny_gemm(
         x.stride(0),
         ROWS=max(triton.next_power_of_2(rows), 16),
         BLOCK_N=shape.block_n,
-        BLOCK_K=shape.block_k,
+        # float32 products are unrolled into single instructions: short runs keep them in registers.
+        BLOCK_K=shape.block_k if x.element_size() == 2 else min(shape.block_k, 32),
         SPLIT_K=shape.split_k,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,

@@ -348,7 +348,8 @@ def tree_attn(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttnPlan, scale
         DIM=dim,
         BLOCK_D=block_d,
         BLOCK_M=plan.block_m,
-        BLOCK_N=BLOCK_N if block_d <= 128 else BLOCK_N // 2,
+        # float32 products are unrolled into single instructions, which fill the registers.
+        BLOCK_N=BLOCK_N if block_d * q.element_size() <= 256 else BLOCK_N // 2,
         MIN_SPLIT=MIN_SPLIT,
         CAUSAL=plan.mask_words is None,
         HAS_TREE=plan.tree_lens is not None,
