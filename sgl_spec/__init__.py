@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 # OpenMP threads spin at the end of every parallel region, and a forward has hundreds of regions. On
 # a core that the spinning thread shares (with the API process, say), the other thread cannot run
 # meanwhile, and a forward takes 20 times as long. Read when torch loads, so it is set before that.
+if "torch" in sys.modules and "GOMP_SPINCOUNT" not in os.environ:
+    logging.getLogger(__name__).warning(
+        "torch was imported before sgl_spec, so its OpenMP threads have not read "
+        "GOMP_SPINCOUNT=1000 and spin: on a busy machine a forward in this process may take "
+        "twice as long. Import sgl_spec first, or set the variable before Python starts."
+    )
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 
@@ -45,3 +46,20 @@ def test_importing_the_package_is_cheap() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("first", "given", "warned"), [("torch", None, 1), ("torch", "7", 0), ("sgl_spec", None, 0)]
+)
+def test_torch_before_the_package_is_warned_of(first: str, given: str | None, warned: int) -> None:
+    """A stand-in under torch's name: only the order of the imports counts."""
+    env = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    env |= {} if given is None else {"GOMP_SPINCOUNT": given}
+    torch = "sys.modules['torch'] = sys"
+    lines = [torch, "import sgl_spec"] if first == "torch" else ["import sgl_spec", torch]
+    script = "; ".join(["import os, sys", *lines, "print(os.environ['GOMP_SPINCOUNT'])"])
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=env
+    )
+    assert done.stdout.strip() == (given or "1000"), done.stderr
+    assert done.stderr.count("Import sgl_spec first, or set the variable") == warned
