@@ -1,7 +1,8 @@
 """Strict reading of JSON objects by declarative tables.
 
 A table maps every field name a client may send to a rule: `Use` it, `Refuse` it unless it asks
-for nothing, or `Ignore` it because it cannot change the text. A name outside the table is an error.
+for nothing, `Ignore` it because it cannot change the text, or point to where it is at home
+(`Elsewhere`). Like a name outside the table, that is an error.
 JSON null means "not given" everywhere except inside lists. No value is ever converted.
 """
 
@@ -42,7 +43,13 @@ class Ignore(msgspec.Struct, frozen=True):
     """A known field without effect on the text; any value is accepted."""
 
 
-Rule = Use | Refuse | Ignore
+class Elsewhere(msgspec.Struct, frozen=True):
+    """A field that is at home in the object `inside`, and an error here whatever its value."""
+
+    inside: str
+
+
+Rule = Use | Refuse | Ignore | Elsewhere
 Table = dict[str, Rule]
 
 
@@ -134,9 +141,13 @@ def _check_field(name: str, value: Any, table: Table, where: str) -> None:
     rule = table.get(name)
     field = path_of(where, name)
     if rule is None:
-        near = difflib.get_close_matches(name, table, n=1)
-        hint = f" Did you mean {preview(near[0])}?" if near else ""
-        raise InvalidRequestError(f"Unknown field {preview(field)}.{hint}", param=field)
+        raise InvalidRequestError(
+            f"Unknown field {preview(field)}.{_hint(name, table)}", param=field
+        )
+    if isinstance(rule, Elsewhere):
+        raise InvalidRequestError(
+            f"Unknown field {preview(field)}: it belongs inside {rule.inside}.", param=field
+        )
     if value is None:
         return
     if isinstance(rule, Use) and not rule.kind.accepts(value):
@@ -148,6 +159,15 @@ def _check_field(name: str, value: Any, table: Table, where: str) -> None:
             "is accepted.",
             param=field,
         )
+
+
+def _hint(name: str, table: Table) -> str:
+    """Where a field of a similar name is at home, if there is one."""
+    for near in difflib.get_close_matches(name, table, n=1):
+        rule = table[near]
+        home = path_of(rule.inside, near) if isinstance(rule, Elsewhere) else near
+        return f" Did you mean {preview(home)}?"
+    return ""
 
 
 def _same(value: object, neutral: object) -> bool:

@@ -17,6 +17,7 @@ from sgl_spec.server.fields import (
     OBJECTS,
     STRING,
     STRINGS,
+    Elsewhere,
     Ignore,
     Kind,
     Refuse,
@@ -38,6 +39,7 @@ INTEGERS = Kind(
     "an integer or a list of integers", lambda v: INTEGER.accepts(v) or list_of(INTEGER.accepts)(v)
 )
 GENERATE: Table = {
+    **dict.fromkeys(NATIVE, Elsewhere("sampling_params")),
     "text": Use(STRINGS),
     "input_ids": Use(ID_LISTS),
     "sampling_params": Use(OBJECTS),

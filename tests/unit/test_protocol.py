@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from sgl_spec.errors import InvalidRequestError, NotFoundError
 from sgl_spec.request import MAX_CHOICES, SamplingParams
-from sgl_spec.server.fields import INTEGER, STRINGS, Ignore, Refuse, Table, Use, read_object
+from sgl_spec.server.fields import (
+    INTEGER,
+    STRINGS,
+    Elsewhere,
+    Ignore,
+    Refuse,
+    Table,
+    Use,
+    read_object,
+)
 from sgl_spec.server.grammar import GRAMMAR
 from sgl_spec.server.openai_protocol import CHAT, COMPLETIONS, read_chat, read_completions
 from sgl_spec.server.protocol import GENERATE, read_generate
@@ -137,6 +146,8 @@ BAD_GENERATE: list[tuple[dict[str, Any], str]] = [
     (GOOD | {"lora_path": "x"}, "lora_path is not supported"),
     (GOOD | {"image_data": "x"}, "image_data is not supported"),
     (GOOD | {"stream": "yes"}, "stream must be true or false"),
+    (GOOD | {"temprature": 1}, r'field "temprature"\. Did you mean "sampling_params\.temperature"'),
+    (GOOD | {"strem": True}, 'field "strem". Did you mean "stream"'),
     (GOOD | {"rid": 7}, "rid must be a string"),
     (GOOD | {"rid": ["a"]}, "rid must be a string for a single prompt"),
 ]
@@ -149,9 +160,19 @@ def test_generate_refuses(body: dict[str, Any], message: str) -> None:
     assert caught.value.param is not None
 
 
+@pytest.mark.parametrize("name", NATIVE)
+def test_generate_tells_where_sampling_fields_belong(name: str) -> None:
+    message = f'Unknown field "{name}": it belongs inside sampling_params.'
+    for value in (None, False):
+        with pytest.raises(InvalidRequestError) as caught:
+            read_generate(GOOD | {name: value})
+        assert (caught.value.message, caught.value.param) == (message, name)
+
+
 def test_generate_accepts_everything_neutral() -> None:
     """Every known field may be null, and every unsupported one may ask for nothing."""
-    nulls = dict.fromkeys(GENERATE) | {"sampling_params": dict.fromkeys(NATIVE)}
+    here = [name for name, rule in GENERATE.items() if not isinstance(rule, Elsewhere)]
+    nulls = dict.fromkeys(here) | {"sampling_params": dict.fromkeys(NATIVE)}
     assert read_generate(nulls | GOOD) == read_generate(GOOD)
     for name, rule in GENERATE.items():
         for neutral in rule.neutral if isinstance(rule, Refuse) else ():
