@@ -129,10 +129,13 @@ def _draft_path(args: ServerArgs) -> str | None:
     if name not in MODEL_DRAFTERS:
         return None
     if path is None and not (args.model_path == EMBEDDED_MODEL and name in EMBEDDED_DRAFTS):
+        kinds = " and ".join(EMBEDDED_DRAFTS)
+        own = f"only {EMBEDDED_MODEL} has draft models of its own, for {kinds}"
+        if args.model_path == EMBEDDED_MODEL:
+            own = f"{EMBEDDED_MODEL} brings none for {name}, only for {kinds}"
         return (
             f"--speculative-algorithm {name} needs --speculative-draft-model-path: a directory or "
-            f"a hub id (only {EMBEDDED_MODEL} has draft models of its own, for "
-            f"{' and '.join(EMBEDDED_DRAFTS)})."
+            f"a hub id ({own})."
         )
     revision, fixed = args.speculative_draft_model_revision, (None, *EMBEDDED_DRAFTS.values())
     if revision is not None and path in (*fixed, EMBEDDED_MODEL):

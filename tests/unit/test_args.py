@@ -461,7 +461,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (
         ["--speculative-algorithm", "EAGLE"],
         "--speculative-algorithm EAGLE needs --speculative-draft-model-path: a directory or a hub "
-        "id (only smollm2 has draft models of its own, for EAGLE3 and STANDALONE).",
+        "id (smollm2 brings none for EAGLE, only for EAGLE3 and STANDALONE).",
     ),
     (
         [*EAGLE3, "--model-path", "m"],
