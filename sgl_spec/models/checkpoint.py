@@ -6,6 +6,7 @@ hub's own cache.
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -106,6 +107,12 @@ def _resolve(
         raise ConfigError(f"{flag} {path} is a file; it must be a directory.")
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ConfigError(f"{flag} {path}: no such directory.")
+    near = difflib.get_close_matches(path.lower(), named, n=1, cutoff=0.7)
+    if near and "/" not in path:
+        raise ConfigError(
+            f"{flag} {path}: no such directory; did you mean {near[0]}? Built in are "
+            f"{', '.join(named)}; a hub id is owner/repository."
+        )
     logger.info("Downloading %s (revision %s) from the hub.", path, revision or "main")
     return _snapshot(flag, path, revision, files)
 
@@ -134,5 +141,6 @@ def _from_hub(flag: str, path: str, download: Callable[[], str]) -> Path:
     except (OSError, ValueError, httpx.HTTPError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ConfigError(
-            f"{flag} {path} is not here, and the hub did not give it: {reason}"
+            f"{flag} {path} is not here, and the hub did not give it: "
+            f"{reason.removeprefix('Got: ')}"
         ) from error

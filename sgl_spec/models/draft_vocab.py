@@ -40,7 +40,7 @@ def read_offsets(weights: StoredWeights, columns: int, vocab_size: int) -> Tenso
 
 def read_token_map(path: Path, vocab_size: int) -> Tensor:
     """[n] int64: the hot token ids in a file of `torch.save`, a list or a tensor."""
-    found = load_torch_file(path)
+    found = load_torch_file(path, "--speculative-token-map")
     if isinstance(found, list) and all(type(item) is int for item in found):
         found = torch.tensor(found)
     if not isinstance(found, Tensor) or found.dtype not in _INTEGERS or found.dim() != 1:

@@ -261,6 +261,12 @@ def test_token_maps(tmp_path: Path, target_dir: Path, refuses: Callable[..., Non
     ):
         torch.save(content, path)
         refuses("EAGLE", head, f"--speculative-token-map {path}", named, token_map=path)
+    own = f"Cannot read --speculative-token-map {path}: it is damaged, no file of torch.save, or"
+    for written in (b"1 2 3", b"", b"PK\x03\x04 no archive"):
+        path.write_bytes(written)
+        refuses("EAGLE", head, own, token_map=path)
+    torch.save([print], path)
+    refuses("EAGLE", head, own, token_map=path)
     torch.save([1, 2], path)
     eagle3 = make_eagle3(tmp_path / "eagle3", target_dir)
     refuses("EAGLE3", eagle3, "--speculative-token-map works with EAGLE, not", token_map=path)
@@ -287,6 +293,30 @@ def test_paths_of_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     refused("nobody/absent-head", "the hub did not give it")
     assert resolve_draft(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("path", "near"), [("smollm2-eagl3", "smollm2-eagle3"), ("SmolLM2-Draf", "smollm2-draft")]
+)
+def test_a_mistyped_built_in_name_asks_no_hub(
+    path: str, near: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)
+    with pytest.raises(ConfigError) as refusal:
+        resolve_draft(path)
+    assert refusal.value.message == (
+        f"--speculative-draft-model-path {path}: no such directory; did you mean {near}? Built in "
+        "are smollm2, smollm2-eagle3, smollm2-draft; a hub id is owner/repository."
+    )
+
+
+def test_what_the_hub_says_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> str:
+        raise OSError("Got: ConnectError: no route\nand more")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    with pytest.raises(ConfigError, match=r"did not give it: ConnectError: no route$"):
+        resolve_draft("someone/head")
 
 
 def test_heads_on_the_hub_may_be_torch_files(
