@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_spec.errors import UnsupportedModelError
 from sgl_spec.models.config import Keys, ModelConfig
 
 EAGLE = "EAGLE"
@@ -30,6 +31,7 @@ _ARCHITECTURES = {
     },
     SPECULATORS: {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"},
 }
+_CAPTURE = "eagle_aux_hidden_state_layer_ids"
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 _DEFAULT_FEATURES = 3
 # Switches of `eagle_config` for heads of other structures.
@@ -128,7 +130,7 @@ def _speculators(keys: Keys) -> HeadConfig:
         if keys.content.get(key) is None:
             raise keys.refuse(key, "absent", "a value; it has no default here")
     layers = ModelConfig.from_keys(_layer_keys(keys))
-    capture = keys.ids("eagle_aux_hidden_state_layer_ids") or None
+    capture = _layer_ids(keys) or None
     return HeadConfig(
         layout=SPECULATORS,
         layers=layers,
@@ -179,11 +181,36 @@ def _class_defaults(model_type: str, given: Mapping[str, Any]) -> dict[str, Any]
 
 def _capture(keys: Keys, nested: Keys) -> tuple[int, ...] | None:
     """Inside `eagle_config` an id means the output of that layer; beside it, its input."""
-    key = "eagle_aux_hidden_state_layer_ids"
-    outputs, inputs = nested.ids(key), keys.ids(key)
+    outputs, inputs = _layer_ids(nested, "eagle_config."), _layer_ids(keys)
     if outputs and inputs and inputs != tuple(layer + 1 for layer in outputs):
-        raise keys.refuse(key, inputs, f"absent, or one more than eagle_config's {outputs}")
+        allowed = f"absent, or one more than eagle_config's {list(outputs)}"
+        raise keys.refuse(_CAPTURE, list(inputs), allowed)
     return tuple(layer + 1 for layer in outputs) or inputs or None
+
+
+def _layer_ids(keys: Keys, where: str = "") -> tuple[int, ...]:
+    """As the file has them, a list or a lone one; () where it has none. Their range is the
+    target's business: `refuse_layers`."""
+    said = keys.content.get(_CAPTURE)
+    listed = said if isinstance(said, list) else [] if said is None else [said]
+    if said == [] or not all(type(item) is int for item in listed):
+        allowed = "a layer id of the target (0 is its first layer), a list of them, or null"
+        raise keys.refuse(f"{where}{_CAPTURE}", said, allowed)
+    return tuple(listed)
+
+
+def refuse_layers(keys: Keys, num_layers: int) -> UnsupportedModelError:
+    """The error for layer ids, said as in the file, that a target of `num_layers` does not have."""
+    nested, most = (keys.content.get("eagle_config") or {}).get(_CAPTURE), num_layers - 1
+    if nested is not None and keys.content.get("speculators_model_type") is None:
+        allowed = (
+            f"-1 (the embedding) to {most - 1}, as the outputs of the target's layers 0 to "
+            f"{most - 1} can be read"
+        )
+        return keys.refuse(f"eagle_config.{_CAPTURE}", nested, allowed)
+    said = keys.content.get(_CAPTURE)
+    allowed = f"0 to {most}, the inputs of layers 0 to {most} of the target"
+    return keys.refuse(_CAPTURE, "absent" if said is None else said, allowed)
 
 
 def _num_features(keys: Keys, capture: tuple[int, ...] | None) -> int:

@@ -13,7 +13,7 @@ from sgl_spec.errors import ConfigError, UnsupportedModelError
 from sgl_spec.models.config import Keys, read_json
 from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.draft import DraftModel
-from sgl_spec.models.draft_config import EAGLE, EAGLE3, HeadConfig, read_head_config
+from sgl_spec.models.draft_config import EAGLE, EAGLE3, HeadConfig, read_head_config, refuse_layers
 from sgl_spec.models.draft_names import (
     STANDALONE,
     eagle3_names,
@@ -29,6 +29,7 @@ from sgl_spec.models.eagle import EagleHead
 from sgl_spec.models.eagle3 import Eagle3Head
 from sgl_spec.models.layer import WeightSource
 from sgl_spec.models.loader import LOAD_FORMATS, load_model
+from sgl_spec.models.shipped import SHIPPED, folded_names
 from sgl_spec.models.standalone import StandaloneDraft
 from sgl_spec.models.stored import DummyWeights, Shape, StoredWeights
 
@@ -130,6 +131,7 @@ def _build(
 
 
 def _standalone(source: _Source, target: Decoder, tokenizer_dir: Path) -> DraftModel:
+    _refuse_folded(source)
     num_tokens = check_tokenizers(tokenizer_dir, source.directory)
     model = load_model(
         source.directory,
@@ -146,6 +148,18 @@ def _standalone(source: _Source, target: Decoder, tokenizer_dir: Path) -> DraftM
             )
     name = f"{STANDALONE} {source.directory.name}"
     return StandaloneDraft(name, model, num_tokens, target.config.vocab_size)
+
+
+def _refuse_folded(source: _Source) -> None:
+    folded = folded_names(source.names)
+    if folded:
+        names = [name for name, kind in SHIPPED.items() if kind == STANDALONE]
+        raise UnsupportedModelError(
+            f"{source.directory} holds a draft in folded form ({', '.join(folded)} in place of "
+            "whole embeddings), which is not served as it lies; give "
+            f"--speculative-draft-model-path {' or '.join(names)}, by name, for the built-in "
+            "draft, or the folder `model` that the training writes beside the folded files."
+        )
 
 
 def _eagle(source: _Source, target: Decoder, token_map: Path | None) -> DraftModel:
@@ -207,9 +221,7 @@ def _captured(config: HeadConfig, keys: Keys, target: Decoder) -> tuple[int, ...
     count = target.config.num_layers
     capture = config.capture or (2, count // 2, count - 3)
     if not all(0 <= layer < count for layer in capture):
-        said = capture if config.capture else "absent"
-        allowed = f"the inputs of layers 0 to {count - 1} of the target"
-        raise keys.refuse("eagle_aux_hidden_state_layer_ids", said, allowed)
+        raise refuse_layers(keys, count)
     if config.capture is None:
         logger.warning(
             "%s does not say which target layers the head reads "

@@ -63,6 +63,11 @@ def shipped_directory(name: str) -> Path:
     )
 
 
+def folded_names(names: frozenset[str]) -> list[str]:
+    """Those of a draft's tensors that only the shipped form has."""
+    return sorted(names & _PROJECTED.keys())
+
+
 def unfold_standalone(source: Path, target: Path, into: Path) -> None:
     """Write a standalone draft with projected embeddings as an ordinary checkpoint, in float32.
 

@@ -155,11 +155,30 @@ def test_a_null_draft_vocabulary_uses_the_targets_head(
         ({"eagle_config": {"use_mtp_layernorm": True}}, ("use_mtp_layernorm = True", "False")),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}},
-            ("eagle_aux_hidden_state_layer_ids = (1, 2, 4)", "layers 0 to 3 of the target"),
+            (
+                "eagle_config.eagle_aux_hidden_state_layer_ids = [0, 1, 3]",
+                "-1 (the embedding) to 2",
+            ),
+        ),
+        (
+            {"eagle_config": {}, "eagle_aux_hidden_state_layer_ids": [0, 1, 99]},
+            (": eagle_aux_hidden_state_layer_ids = [0, 1, 99]", "0 to 3, the inputs of layers"),
+        ),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["0", 1, 2]}},
+            ("eagle_config.eagle_aux_hidden_state_layer_ids = ['0', 1, 2]", "a layer id of the t"),
+        ),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}},
+            ("eagle_config.eagle_aux_hidden_state_layer_ids = []", "a layer id of the target"),
+        ),
+        (
+            {"eagle_config": {}, "eagle_aux_hidden_state_layer_ids": [True]},
+            (": eagle_aux_hidden_state_layer_ids = [True]", "a layer id of the target"),
         ),
         (
             {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
-            ("eagle_aux_hidden_state_layer_ids = (0, 1, 2)", "one more than eagle_config's"),
+            ("eagle_aux_hidden_state_layer_ids = [0, 1, 2]", "one more than eagle_config's"),
         ),
         ({"eagle_config": [1]}, ("eagle_config = [1]",)),
         ({"rope_scaling": {"rope_type": "dynamic"}}, ("rope_type = 'dynamic'",)),

@@ -143,5 +143,15 @@ def test_missing_and_misshapen_weights_are_refused_by_name(drafts: Path) -> None
     assert {entry.suffix for entry in root.iterdir()} == {".lock"}
 
 
+def test_a_folded_draft_given_as_a_directory_is_named(drafts: Path) -> None:
+    source, target = fold(drafts / "smollm2-draft", seed=3), load_model(target_of(drafts))
+    with pytest.raises(UnsupportedModelError) as refusal:
+        load_draft("STANDALONE", source, target, tokenizer_dir=target_of(drafts))
+    message = refusal.value.message
+    assert f"{source} holds a draft in folded form (embed_projection.weight, lm_head_" in message
+    assert "--speculative-draft-model-path smollm2-draft, by name," in message
+    assert "the folder `model`" in message
+
+
 def test_flags_and_files_agree_on_the_names() -> None:
     assert {name: kind for kind, name in EMBEDDED_DRAFTS.items()} == shipped.SHIPPED

@@ -88,7 +88,7 @@ def test_values_left_out_are_the_defaults_of_their_class(
         ({"transformer_layer_config": None}, "transformer_layer_config = None"),
         ({"transformer_layer_config": {"model_type": "gemma3"}}, "model_type = 'gemma3'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = 'present'"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, "layer_ids = (1, 2, 4)"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, "layer_ids = [1, 2, 4]"),
         ({"fc_norm": True}, "misses weights: fc_norm.0.weight, fc_norm.1.weight"),
         ({"norm_before_fc": True}, "misses weights: input_norm.weight"),
     ],
