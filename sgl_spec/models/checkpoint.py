@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ _TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer*", "*.txt"]
 # "model*": some repositories carry the same weights a second time under another name.
 _HUB_FILES = [*_TOKENIZER_FILES, "model*.safetensors"]
 _BIN_FILES = ["pytorch_model*.bin"]  # how many heads are published; asked for when all else lacks
+_UNFOLDED = re.compile(r"(.+)-[0-9a-f]{16}-of-.+-u\d+")
 _DRAFT_FLAG = "--speculative-draft-model-path"
 
 
@@ -84,6 +86,14 @@ def resolve_token_map(path: str) -> Path:
         path,
         lambda: hf_hub_download("/".join(parts[:2]), parts[2]),
     )
+
+
+def short_name(directory: Path) -> str:
+    """What to call a checkpoint in the log: a hub's cache and that of built-in drafts keep theirs
+    in directories with a hash in their names."""
+    if directory.parent.name == "snapshots":
+        return directory.parents[1].name.removeprefix("models--").replace("--", "/")
+    return _UNFOLDED.sub(r"\1", directory.name)
 
 
 def _need(directory: Path, name: str, remedy: str) -> None:

@@ -203,10 +203,7 @@ def refuse_layers(keys: Keys, num_layers: int) -> UnsupportedModelError:
     """The error for layer ids, said as in the file, that a target of `num_layers` does not have."""
     nested, most = (keys.content.get("eagle_config") or {}).get(_CAPTURE), num_layers - 1
     if nested is not None and keys.content.get("speculators_model_type") is None:
-        allowed = (
-            f"-1 (the embedding) to {most - 1}, as the outputs of the target's layers 0 to "
-            f"{most - 1} can be read"
-        )
+        allowed = f"-1 (the embedding) to {most - 1}, the outputs of the target's layers"
         return keys.refuse(f"eagle_config.{_CAPTURE}", nested, allowed)
     said = keys.content.get(_CAPTURE)
     allowed = f"0 to {most}, the inputs of layers 0 to {most} of the target"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sgl_spec.errors import ConfigError, UnsupportedModelError
+from sgl_spec.models.checkpoint import short_name
 from sgl_spec.models.config import Keys, read_json
 from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.draft import DraftModel
@@ -138,6 +139,7 @@ def _standalone(source: _Source, target: Decoder, tokenizer_dir: Path) -> DraftM
         dtype=str(target.dtype).removeprefix("torch."),
         device=str(target.device),
         load_format="dummy" if source.stored is None else "auto",
+        role="draft",
     )
     for what, rows in ("draft", model.config.vocab_size), ("target", target.config.vocab_size):
         if rows < num_tokens:
@@ -146,7 +148,7 @@ def _standalone(source: _Source, target: Decoder, tokenizer_dir: Path) -> DraftM
                 f"{num_tokens} tokens; only rows beyond the tokenizer's may be missing.",
                 param="vocab_size",
             )
-    name = f"{STANDALONE} {source.directory.name}"
+    name = f"{STANDALONE} {short_name(source.directory)}"
     return StandaloneDraft(name, model, num_tokens, target.config.vocab_size)
 
 
@@ -168,7 +170,9 @@ def _eagle(source: _Source, target: Decoder, token_map: Path | None) -> DraftMod
     names = eagle_names(config, source.names)
     weights = source.weights(eagle_shapes(config, names), eagle_unread(source.names), target)
     hot = None if token_map is None else read_token_map(token_map, target.config.vocab_size)
-    return EagleHead(f"EAGLE head {source.directory.name}", config, weights, names, target, hot)
+    return EagleHead(
+        f"EAGLE head {short_name(source.directory)}", config, weights, names, target, hot
+    )
 
 
 def _eagle3(source: _Source, target: Decoder) -> DraftModel:
@@ -181,7 +185,7 @@ def _eagle3(source: _Source, target: Decoder) -> DraftModel:
     weights = source.weights(eagle3_shapes(config, names), eagle3_unread(config), target)
     columns = config.draft_vocab_size or vocab_size
     return Eagle3Head(
-        f"{EAGLE3} head {source.directory.name}",
+        f"{EAGLE3} head {short_name(source.directory)}",
         config,
         weights,
         names,

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from sgl_spec.errors import ConfigError, UnsupportedModelError
+from sgl_spec.models.checkpoint import short_name
 from sgl_spec.models.config import ModelConfig
 from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.stored import DummyWeights, Shape, StoredWeights, resolve_dtype
@@ -27,11 +28,13 @@ def load_model(
     device: str = "cpu",
     load_format: str = "auto",
     context_length: int | None = None,
+    role: str = "target",
 ) -> Decoder:
     """Build the model in `directory` (Hugging Face layout).
 
     dtype: "auto" (float32 on a CPU, the stored one on a GPU) or one of `STORED_DTYPES`.
     load_format: "auto" and "safetensors" read the weights, "dummy" makes up seeded random ones.
+    role: what the log calls the model, "target" or "draft".
     Raises `UnsupportedModelError` naming what does not fit, `ConfigError` for unreadable files.
     """
     if load_format not in LOAD_FORMATS:
@@ -51,13 +54,14 @@ def load_model(
             )
             stored.device = device
             model = Decoder(config, stored)
-    _log_loaded(model, time.perf_counter() - start)
+    _log_loaded(model, f"{role} {short_name(directory)}", time.perf_counter() - start)
     return model
 
 
-def _log_loaded(model: Decoder, seconds: float) -> None:
+def _log_loaded(model: Decoder, what: str, seconds: float) -> None:
     logger.info(
-        "Loaded %s in %.1f s: %.2f GB, %s on %s, linear layers %s.",
+        "Loaded the %s (%s) in %.1f s: %.2f GB, %s on %s, linear layers %s.",
+        what,
         model.config.architecture,
         seconds,
         model.weight_bytes / 1e9,

@@ -53,9 +53,19 @@ class StoredWeights:
         self._sources.clear()
 
     def __call__(self, name: str) -> Tensor:
-        """A copy in the model's dtype: a mapped tensor would follow later changes of the file."""
+        """A copy in the model's dtype: a mapped tensor would follow later changes of the file.
+
+        Raises `UnsupportedModelError` if a value is not finite in that dtype.
+        """
         mapped = self.raw(name)
-        return torch.empty(mapped.shape, dtype=self.dtype, device=self.device).copy_(mapped)
+        weight = torch.empty(mapped.shape, dtype=self.dtype, device=self.device).copy_(mapped)
+        if not weight.is_meta and not _finite(weight):
+            dtype = str(self.dtype).removeprefix("torch.")
+            raise UnsupportedModelError(
+                f"{self.directory}: {name} holds NaN or infinite values in {dtype}; every weight "
+                "must be finite."
+            )
+        return weight
 
     @property
     def names(self) -> frozenset[str]:
@@ -162,6 +172,11 @@ def resolve_dtype(asked: str, stored: Callable[[], str], device: str) -> torch.d
     resolved = getattr(torch, asked)
     assert isinstance(resolved, torch.dtype)
     return resolved
+
+
+def _finite(weight: Tensor) -> bool:
+    """One pass without a copy: NaN is its own least and greatest value."""
+    return all(bool(bound.isfinite()) for bound in weight.aminmax())
 
 
 def _open_bin(path: Path) -> dict[str, Tensor]:

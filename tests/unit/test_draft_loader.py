@@ -122,6 +122,17 @@ def test_tensors_of_an_eagle_head(
     refuses("EAGLE", edit(make_eagle(tmp_path, target_dir), **wide), "fc.weight has shape [32, 96]")
 
 
+def test_weights_of_a_head_are_finite(
+    tmp_path: Path, target_dir: Path, refuses: Callable[..., None]
+) -> None:
+    makers = {"EAGLE": (make_eagle, 64), "EAGLE3": (make_eagle3, 96)}
+    for algorithm, (make, columns) in makers.items():
+        weight = torch.ones(32, columns)
+        weight[7, 3] = float("nan")
+        broken = edit(make(tmp_path / algorithm, target_dir), fc__weight=weight)
+        refuses(algorithm, broken, "fc.weight holds NaN or infinite values in float32")
+
+
 def test_a_null_draft_vocabulary_uses_the_targets_head(
     tmp_path: Path, target: Decoder, target_dir: Path
 ) -> None:

@@ -115,6 +115,35 @@ def test_dtypes(tiny: Path) -> None:
         load_model(tiny, dtype="int8")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e5])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_every_weight_is_finite_in_the_dtype_it_is_used_in(
+    name: str, value: float, tiny: Path
+) -> None:
+    rewrite(tiny, lambda weights: weights[name].view(-1)[3].fill_(value))
+    dtype = "float32" if value != 1e5 else "float16"
+    with pytest.raises(UnsupportedModelError, match=rf"{name} holds NaN or .* in {dtype};"):
+        load_model(tiny, dtype=dtype)
+    if value == 1e5:
+        load_model(tiny, dtype="bfloat16")
+
+
+def test_the_log_says_which_model_was_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "sgl_spec.models.loader")
+    names = {
+        "mine": "mine",
+        "models--own--small-of-it/snapshots/0af1": "own/small-of-it",
+        "smollm2-draft-c9b2c069a8af2253-of-smollm2-0.1.2-c1-u1": "smollm2-draft",
+    }
+    for path, shown in names.items():
+        load_model(make_tiny(tmp_path / path), role="draft")
+        assert f"Loaded the draft {shown} (LlamaForCausalLM) in" in caplog.messages[-1]
+    load_model(tmp_path / "mine")
+    assert "Loaded the target mine (LlamaForCausalLM)" in caplog.messages[-1]
+
+
 def test_dummy_weights(tiny: Path) -> None:
     (tiny / "model.safetensors").unlink()
     first, second = logits(tiny, load_format="dummy"), logits(tiny, load_format="dummy")
