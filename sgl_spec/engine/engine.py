@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import psutil
-import torch
 
 from sgl_spec.args import ResolvedArgs, ServerArgs
 from sgl_spec.engine.calibrate import CostMeter, measure_costs
@@ -291,7 +290,6 @@ def _check_device(args: ResolvedArgs) -> None:
         raise ConfigError(
             "--device must be cpu or auto, got cuda: this version computes on the CPU only."
         )
-    torch.set_grad_enabled(False)
 
 
 def _pool_slots(args: ResolvedArgs, most_bytes: int, per_token: int, width: int) -> int:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 
+import torch
 import zmq
 
 from sgl_spec.args import ServerArgs
@@ -41,6 +42,7 @@ def main(args: ServerArgs, to_engine_addr: str, from_engine_addr: str) -> int:
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     inbox.connect(to_engine_addr)
     outbox.connect(from_engine_addr)
+    torch.set_grad_enabled(False)  # here, not in the engine: an offline user may be training too
     try:
         engine = Engine(args)
         outbox.send(encode(Ready(info=engine.info)))

@@ -85,7 +85,12 @@ def random_options(rng: random.Random, model: Path) -> dict[str, Any]:
     }
     if not options["disable_radix_cache"]:
         options["schedule_policy"] = rng.choice(["fcfs", "fcfs", "lpm"])
-    if drafter != "none":
+    if drafter == "STANDALONE":
+        steps, topk, nodes = rng.choice([(1, 1, 2), (3, 1, 4), (3, 4, 12), (5, 4, 40)])
+        options |= {"speculative_num_steps": steps, "speculative_eagle_topk": topk}
+        options["speculative_num_draft_tokens"] = nodes
+        options["speculative_verify_whole_trees"] = rng.random() < 0.5
+    elif drafter != "none":
         options["speculative_num_draft_tokens"] = rng.choice([2, 4, 12, 12, 40])
     return options
 
