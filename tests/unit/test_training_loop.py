@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from training_data import VOCAB, load_target, make_data, make_target
 
 from sgl_spec.errors import ConfigError
-from sgl_spec.training import eagle3, standalone
+from sgl_spec.training import chain_attention, eagle3, losses, standalone
 from sgl_spec.training.acceptance import (
     BEYOND,
     OUTSIDE,
@@ -242,7 +242,15 @@ def test_a_draft_that_is_the_target_accepts_everything(world: SimpleNamespace) -
     assert all(figures[f"agree{depth}"] == 1.0 for depth in range(1, 8))
 
 
+@pytest.fixture
+def eager_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a compiled run puts in the place of plain pieces goes with it."""
+    monkeypatch.setattr(chain_attention, "kernels", type(chain_attention.kernels)())
+    monkeypatch.setattr(losses, "kernels", type(losses.kernels)())
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("eager_afterwards")
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler reads .grad of inner tensors
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
 def test_fused_kernels_learn_the_same(world: SimpleNamespace) -> None:
