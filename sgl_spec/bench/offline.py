@@ -187,6 +187,7 @@ class Transformers:
             directory, dtype=llm.engine.model.dtype
         )
         self.model.eval()
+        self.model.generation_config.eos_token_id = None  # neither stops there nor avoids it
 
     def run(self, case: Case, new_tokens: int) -> Run:
         """Greedy continuations, EOS ignored."""
@@ -206,7 +207,6 @@ class Transformers:
                 padded,
                 attention_mask=mask,
                 do_sample=False,
-                min_new_tokens=new_tokens,
                 max_new_tokens=new_tokens,
                 pad_token_id=0,
             )
