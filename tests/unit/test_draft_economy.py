@@ -68,6 +68,13 @@ def test_a_level_is_grown_while_its_chance_pays_for_its_forward(
     assert economy.deeper(1, chance, PLAIN_MS) is goes_on
 
 
+def test_a_forward_that_seemed_too_dear_is_tried_again() -> None:
+    economy = DraftEconomy()
+    economy.note_step(1, 100.0)  # the machine was busy
+    assert not economy.deeper(1, 0.9, PLAIN_MS)
+    assert any(economy.deeper(1, 0.9, PLAIN_MS) for _ in range(200))
+
+
 def test_the_better_the_rounds_the_more_a_level_must_promise() -> None:
     economy = DraftEconomy()
     economy.note_step(1, 3.0)

@@ -317,6 +317,22 @@ def test_a_drafter_whose_trees_are_not_worth_verifying_rests() -> None:
     assert counted(server.drafter) >= sum(min(8, end + 1) for end in range(length))
 
 
+def test_what_a_rest_left_uninserted_goes_in_after_the_end() -> None:
+    server = Server(make(), prune=only_roots)
+    server.start(0, distinct(300), 30)
+    server.settle()
+    while not server.drafter.stats()["pending_tokens"]:
+        server.round()
+    ends = [int(server.lengths[0])]
+    server.stop(0)
+    assert server.drafter.stats()["pending_tokens"] > 0
+    server.start(1, distinct(300, 5), 2)
+    server.settle()
+    ends.append(int(server.lengths[1]))
+    known = sum(min(8, end + 1) for length in ends for end in range(length))
+    assert counted(server.drafter) == known
+
+
 def only_roots(tree: TokenTree) -> TokenTree:
     keep = torch.zeros_like(tree.tokens, dtype=torch.bool)
     keep[:, 0] = True
