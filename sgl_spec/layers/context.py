@@ -29,13 +29,18 @@ class ForwardBatch:
     request's new rows,
     - `mask_words` None: itself and the rows before it (a prefill chunk, causal);
     - else row j (counted from q_starts[i]) iff bit j of its word is set (a token tree; at most 64
-    rows
-      per request). A root-only tree (one row, word 1) is ordinary decoding.
+      rows per request). A root-only tree (one row, word 1) is ordinary decoding.
 
     A tree may also be written in several forwards, a few rows at a time: request i then has
     tree_lens[i] columns of it in the cache already, this forward's rows are written behind them, at
     logical positions prefix_lens[i] + tree_lens[i] + ..., and bit c of a word names column c of the
     whole tree, logical position prefix_lens[i] + c (at most 64 columns per request).
+
+    On the device path (see `layers.backend`) batches may be filled up to the size of a CUDA graph:
+    a slot of -1 stores nothing, and rows that no request owns (behind q_starts[-1]; tokens and
+    positions 0, slots -1) are allowed. What such rows give means nothing. `max_q_len` is a bound on
+    the rows of a request that the host knows: with it such a forward reads nothing back from the
+    device; where it is None the bound is read from q_starts.
 
     tokens, positions, slots: [T] int64. mask_words: [T] int64 or None.
     req_to_token: [rows, width] int32, the slot of each logical position of each request row.
@@ -52,3 +57,4 @@ class ForwardBatch:
     q_starts: Tensor
     mask_words: Tensor | None
     tree_lens: Tensor | None = None
+    max_q_len: int | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sgl_spec.layers.backend import Kernels, resolve_backend
 from sgl_spec.layers.context import ForwardBatch, KVCache
 from sgl_spec.layers.linear import Linear
 from sgl_spec.layers.norm_rope import rms_norm
@@ -19,7 +20,10 @@ class Decoder:
     weights.
     """
 
-    def __init__(self, config: ModelConfig, weights: WeightSource) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: WeightSource, attention_backend: str | None = None
+    ) -> None:
+        """attention_backend: one of `layers.backend.BACKENDS`, None for the device's default."""
         self.config = config
         self.embedding = weights("model.embed_tokens.weight")
         self.dtype = self.embedding.dtype
@@ -28,7 +32,8 @@ class Decoder:
             DecoderLayer(config, weights, f"model.layers.{index}")
             for index in range(config.num_layers)
         ]
-        self.stack = LayerStack(config, layers, self.dtype, self.device)
+        self.backend = resolve_backend(attention_backend, self.device, config.head_dim, self.dtype)
+        self.stack = LayerStack(config, layers, self.dtype, self.device, self.backend)
         self.norm = weights("model.norm.weight")
         tied = config.tie_word_embeddings
         self.lm_head = Linear(self.embedding if tied else weights("lm_head.weight"))
@@ -64,7 +69,22 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, vocab_size] float32 of final-normed rows. hidden: [R, hidden_size]."""
-        return self.lm_head(hidden).float()
+        return self.raw_logits(hidden).float()
+
+    def raw_logits(self, hidden: Tensor) -> Tensor:
+        """`logits` in the model's dtype, for kernels that widen them as they read."""
+        return self.lm_head(hidden)
+
+    @property
+    def kernels(self) -> Kernels:
+        """Whether the fused kernels run the model, or plain torch."""
+        return self.backend.kernels
+
+    def reserve(self, max_batch: int, max_q_len: int, positions: int = 0) -> None:
+        """Make the work space of forwards of up to max_batch requests of up to max_q_len rows, at
+        rotary positions below `positions`, before they are captured in a CUDA graph. Earlier work
+        space stays where it is, for graphs that use it. Nothing to do on plain torch."""
+        self.stack.reserve(max_batch, max_q_len, positions)
 
     def head_rows(self, rows: Tensor) -> Linear:
         """A layer with the given rows [n] int64 of the head, in that order."""

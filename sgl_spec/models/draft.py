@@ -66,6 +66,15 @@ class DraftModel(Protocol):
         """[R, W] float32. hidden: [R, H], rows that `forward` returned."""
         ...
 
+    def raw_logits(self, hidden: Tensor) -> Tensor:
+        """`logits` in the model's dtype, for kernels that widen them as they read; each row is
+        contiguous, rows may lie apart."""
+        ...
+
+    def reserve(self, max_batch: int, max_q_len: int, positions: int = 0) -> None:
+        """Make work space beforehand, as `Decoder.reserve` does."""
+        ...
+
     def new_kv_cache(self, num_slots: int) -> KVCache:
         """Empty keys and values for `num_slots` tokens of every draft layer."""
         ...

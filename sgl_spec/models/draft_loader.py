@@ -140,6 +140,7 @@ def _standalone(source: _Source, target: Decoder, tokenizer_dir: Path) -> DraftM
         device=str(target.device),
         load_format="dummy" if source.stored is None else "auto",
         role="draft",
+        attention_backend=target.backend.name,
     )
     for what, rows in ("draft", model.config.vocab_size), ("target", target.config.vocab_size):
         if rows < num_tokens:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sgl_spec.layers.backend import resolve_backend
 from sgl_spec.layers.context import ForwardBatch, KVCache
 from sgl_spec.layers.linear import Linear
 from sgl_spec.models.decoder import Decoder
@@ -57,7 +58,10 @@ class EagleHead:
             DecoderLayer(config.layers, weights, prefix, input_norm=index > 0)
             for index, prefix in enumerate(names.layers)
         ]
-        self._stack = LayerStack(config.layers, layers, target.dtype, target.device)
+        backend = resolve_backend(
+            target.backend.name, target.device, config.layers.head_dim, target.dtype
+        )
+        self._stack = LayerStack(config.layers, layers, target.dtype, target.device, backend)
         self._embedding = target.embedding
         self.token_ids = None
         self._head, self.logit_width = target.lm_head, target.config.vocab_size
@@ -81,7 +85,15 @@ class EagleHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, logit_width] float32 of rows that `forward` returned."""
-        return self._head(hidden).float()
+        return self.raw_logits(hidden).float()
+
+    def raw_logits(self, hidden: Tensor) -> Tensor:
+        """`logits` in the head's dtype."""
+        return self._head(hidden)
+
+    def reserve(self, max_batch: int, max_q_len: int, positions: int = 0) -> None:
+        """See `Decoder.reserve`."""
+        self._stack.reserve(max_batch, max_q_len, positions)
 
     def new_kv_cache(self, num_slots: int) -> KVCache:
         """Empty keys and values for `num_slots` tokens of every draft layer."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sgl_spec.layers.backend import resolve_backend
 from sgl_spec.layers.context import ForwardBatch, KVCache
 from sgl_spec.layers.linear import Linear
 from sgl_spec.layers.norm_rope import rms_norm
@@ -80,7 +81,10 @@ class Eagle3Head:
         self._hidden_norm = weights(f"{names.layers[0]}.hidden_norm.weight")
         self._norm = weights(names.norm)
         layers = [DecoderLayer(config.layers, weights, prefix) for prefix in names.layers]
-        self._stack = LayerStack(config.layers, layers, target.dtype, target.device)
+        backend = resolve_backend(
+            target.backend.name, target.device, config.layers.head_dim, target.dtype
+        )
+        self._stack = LayerStack(config.layers, layers, target.dtype, target.device, backend)
 
     def fuse(self, features: Tensor) -> Tensor:
         """[T, width] of captured rows [T, len(capture) * target hidden]."""
@@ -109,9 +113,17 @@ class Eagle3Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, logit_width] float32 of rows that `forward` returned."""
+        return self.raw_logits(hidden).float()
+
+    def raw_logits(self, hidden: Tensor) -> Tensor:
+        """`logits` in the head's dtype."""
         if not self.config.norm_output:
             hidden = self._normed(hidden, self._norm)
-        return self._head(hidden).float()
+        return self._head(hidden)
+
+    def reserve(self, max_batch: int, max_q_len: int, positions: int = 0) -> None:
+        """See `Decoder.reserve`."""
+        self._stack.reserve(max_batch, max_q_len, positions)
 
     def new_kv_cache(self, num_slots: int) -> KVCache:
         """Empty keys and values for `num_slots` tokens of every draft layer."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgl_spec.layers.attention import plan_attention, store_and_attend
+from sgl_spec.layers.backend import Backend
 from sgl_spec.layers.context import ForwardBatch, KVCache
 from sgl_spec.layers.linear import Linear
 from sgl_spec.layers.norm_rope import RotaryRows, rms_norm, rotary_rows, rotate
@@ -119,12 +120,14 @@ class LayerStack:
         layers: Sequence[DecoderLayer],
         dtype: torch.dtype,
         device: torch.device,
+        backend: Backend,
     ) -> None:
         assert len(layers) == config.num_layers
         self.config = config
         self.layers = layers
         self.dtype = dtype
         self.device = device
+        self.backend = backend
         self._inv_freq = inverse_frequencies(config.rope, config.head_dim).to(device)
         self._attention_factor = attention_factor(config.rope)
 
@@ -137,6 +140,9 @@ class LayerStack:
             plan=plan_attention(batch, heads_per_kv, self.dtype),
             slots=batch.slots,
         )
+
+    def reserve(self, max_batch: int, max_q_len: int, positions: int = 0) -> None:
+        """See `Decoder.reserve`."""
 
     def caches(self, kv: KVCache) -> Iterator[tuple[DecoderLayer, Tensor, Tensor]]:
         """Each layer with its keys and values."""

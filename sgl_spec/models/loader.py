@@ -29,12 +29,14 @@ def load_model(
     load_format: str = "auto",
     context_length: int | None = None,
     role: str = "target",
+    attention_backend: str | None = None,
 ) -> Decoder:
     """Build the model in `directory` (Hugging Face layout).
 
     dtype: "auto" (float32 on a CPU, the stored one on a GPU) or one of `STORED_DTYPES`.
     load_format: "auto" and "safetensors" read the weights, "dummy" makes up seeded random ones.
     role: what the log calls the model, "target" or "draft".
+    attention_backend: one of `layers.backend.BACKENDS`, None for the device's default.
     Raises `UnsupportedModelError` naming what does not fit, `ConfigError` for unreadable files.
     """
     if load_format not in LOAD_FORMATS:
@@ -44,7 +46,8 @@ def load_model(
     start = time.perf_counter()
     if load_format == "dummy":
         resolved = resolve_dtype(dtype, lambda: config.dtype or "float32", device)
-        model = Decoder(config, DummyWeights(expected_shapes(config), resolved, device))
+        weights = DummyWeights(expected_shapes(config), resolved, device)
+        model = Decoder(config, weights, attention_backend)
     else:
         with StoredWeights(directory) as stored:
             _check(stored, config)
@@ -53,7 +56,7 @@ def load_model(
                 dtype, lambda: said or stored.float_dtype(_EMBEDDING), device
             )
             stored.device = device
-            model = Decoder(config, stored)
+            model = Decoder(config, stored, attention_backend)
     _log_loaded(model, f"{role} {short_name(directory)}", time.perf_counter() - start)
     return model
 

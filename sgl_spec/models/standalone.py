@@ -45,6 +45,14 @@ class StandaloneDraft:
         """[R, logit_width] float32 of rows that `forward` returned."""
         return self.model.logits(hidden)[:, : self.logit_width]
 
+    def raw_logits(self, hidden: Tensor) -> Tensor:
+        """`logits` in the model's dtype; rows lie apart where the model has padding."""
+        return self.model.raw_logits(hidden)[:, : self.logit_width]
+
+    def reserve(self, max_batch: int, max_q_len: int, positions: int = 0) -> None:
+        """See `Decoder.reserve`."""
+        self.model.reserve(max_batch, max_q_len, positions)
+
     def new_kv_cache(self, num_slots: int) -> KVCache:
         """Empty keys and values for `num_slots` tokens of every layer."""
         return self.model.new_kv_cache(num_slots)
