@@ -67,6 +67,19 @@ class StepOutput:
     prompt_logprobs: list[Logprobs | None] | None = None
 
 
+class Launched:
+    """A batch under way, from `launch` to `collect`. What it holds is its worker's affair."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Computed(Launched):
+    """A batch that was computed when it was launched."""
+
+    output: StepOutput
+
+
 def prefill_forward(
     batch: PrefillBatch, tokens: npt.NDArray[np.int32], req_to_token: Tensor
 ) -> ForwardBatch:

@@ -22,6 +22,8 @@ from torch import Tensor
 
 SlotArray = npt.NDArray[np.int64]
 
+_COMPARED = 64  # so many slots are sent rather than looked at
+
 
 def ceil_page(tokens: int, page_size: int) -> int:
     """`tokens` rounded up to whole pages."""
@@ -88,13 +90,31 @@ class Holding:
 class SlotTable:
     """`req_to_token`: the slot of each logical position of each request row.
 
-    `host` is the authority for ownership; `device` is what forwards read. On the CPU they are one
-    memory, so that the compaction the worker does on `device` needs no replay on `host`.
+    `host` [num_rows, width] is the authority; `device` is what forwards read. Without scratch slots
+    the two are one memory, so that the compaction the worker does on `device` needs no replay on
+    `host`. With them `device` [num_rows + 1, width] lies on a device of its own and says what
+    `host` said at the last `sync`. Its last row, `filler`, belongs to nobody and names the scratch
+    slots alone, those behind the pool's: what pads a batch writes there.
     """
 
-    def __init__(self, num_rows: int, width: int) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        width: int,
+        *,
+        device: torch.device | str = "cpu",
+        num_slots: int = 0,
+        scratch: int = 0,
+    ) -> None:
+        """num_slots: of the pool, before the `scratch` slots; both matter for a device alone."""
         self.host: npt.NDArray[np.int32] = np.zeros((num_rows, width), dtype=np.int32)
+        self.mirrored = scratch > 0
         self.device: Tensor = torch.from_numpy(self.host)
+        if self.mirrored:
+            self.device = torch.zeros(num_rows + 1, width, dtype=torch.int32, device=device)
+            self.device[-1] = num_slots + torch.arange(width, device=device) % scratch
+        self.filler = num_rows
+        self._unsent: list[tuple[int, int, int]] = []  # row, start and length of what was written
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self.num_rows = num_rows
         self.width = width
@@ -119,7 +139,31 @@ class SlotTable:
 
     def write(self, row: int, start: int, slots: SlotArray) -> None:
         """Set the slots of logical positions from `start` on."""
-        self.host[row, start : start + len(slots)] = slots
+        place = self.host[row, start : start + len(slots)]
+        if self.mirrored:
+            first, last = 0, len(slots)
+            if last > _COMPARED:  # a prompt's pages are published again and again
+                (changed,) = np.nonzero(place != slots)
+                first, last = (changed[0], changed[-1] + 1) if len(changed) else (0, 0)
+            if last > first:
+                self._unsent.append((row, start + int(first), int(last - first)))
+        place[:] = slots
+
+    def sync(self) -> None:
+        """Bring `device` up to `host`, in the order of the device's stream and without waiting for
+        it."""
+        if not self._unsent:
+            return
+        rows, starts, counts = np.array(self._unsent, dtype=np.int64).T
+        self._unsent.clear()
+        before = np.cumsum(counts) - counts
+        place = np.repeat(rows * self.width + starts - before, counts) + np.arange(counts.sum())
+        values = torch.from_numpy(np.stack((place, self.host.reshape(-1)[place])))
+        if self.device.device.type == "cuda":
+            # PyTorch gives pinned memory to nobody else before the copy from it is done.
+            values = values.pin_memory()
+        at, slots = values.to(self.device.device, non_blocking=True)
+        self.device.view(-1).index_copy_(0, at, slots.to(torch.int32))
 
 
 def compact_slots(

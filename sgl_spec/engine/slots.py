@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+import torch
 
 from sgl_spec.engine.kv_pool import (
     Holding,
@@ -30,14 +31,23 @@ class SlotManager:
     """Owns the slot table, the page allocator and the prefix cache.
 
     reads_ahead: whether the KV at a position depends on the next token as well; to be set before
-    anything is cached.
+    anything is cached. device, scratch: see `SlotTable`; the KV caches need `cache_slots`.
     """
 
     def __init__(
-        self, *, num_slots: int, page_size: int, num_rows: int, width: int, use_cache: bool
+        self,
+        *,
+        num_slots: int,
+        page_size: int,
+        num_rows: int,
+        width: int,
+        use_cache: bool,
+        device: torch.device | str = "cpu",
+        scratch: int = 0,
     ) -> None:
         self.page_size = page_size
-        self.table = SlotTable(num_rows, width)
+        self.cache_slots = num_slots + scratch
+        self.table = SlotTable(num_rows, width, device=device, num_slots=num_slots, scratch=scratch)
         self.pages = PageAllocator(num_slots, page_size)
         self.cache = PrefixCache(page_size)
         self.use_cache = use_cache

@@ -7,6 +7,7 @@ sampling parameters, slots), so a batch is little more than a list of rows.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from sgl_spec.engine.batch import (
     Batch,
+    Computed,
     DecodeBatch,
     IntArray,
+    Launched,
     PrefillBatch,
     StepOutput,
     prefill_forward,
@@ -155,12 +158,27 @@ class Worker:
 
     # --- one forward ------------------------------------------------------------------------------
 
+    def runs_ahead(self, reqs: Sequence[Req]) -> bool:
+        """Whether a batch of these requests may be launched before the one before it is collected,
+        and the next one before it is. Here everything is computed in turn."""
+        return False
+
     @torch.inference_mode()
+    def launch(self, batch: Batch) -> Launched:
+        """Run one batch."""
+        self.table.sync()
+        if isinstance(batch, PrefillBatch):
+            return Computed(self._prefill(batch))
+        return Computed(self._decode(batch))
+
+    def collect(self, launched: Launched) -> StepOutput:
+        """What a launched batch gave its requests."""
+        assert isinstance(launched, Computed)
+        return launched.output
+
     def execute(self, batch: Batch) -> StepOutput:
         """Run one batch."""
-        if isinstance(batch, PrefillBatch):
-            return self._prefill(batch)
-        return self._decode(batch)
+        return self.collect(self.launch(batch))
 
     @torch.inference_mode()
     def observe(self, taken: list[int]) -> None:
