@@ -192,6 +192,21 @@ def adjusting(dtype: torch.dtype) -> None:
         adjust_logits(torch.zeros(16, vocab), *trees, yes, ints, nodes, *parts)
 
 
+def rounds(dtype: torch.dtype) -> None:
+    from sgl_spec_kernels import round_state, sample
+
+    ints, floats = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
+    kinds = (ints, ints, ints, floats, ints, floats.double(), floats, ints)
+    state, out = round_state.RowState(*kinds), sample.walked(2, 8, 99, "cpu")
+    round_state.begin_round(state, ints, state)
+    round_state.end_round(ints, ints, ints, out, torch.zeros(2, 9, dtype=torch.int32), 1)
+    rows, table = round_state.extend_buffers(2, 5, "cpu"), torch.zeros(2, 9, dtype=torch.int32)
+    where = {"committed": ints, "roots": ints, "rows": ints, "req_to_token": table}
+    for kind in round_state.KINDS:
+        round_state.extend_rows(rows, out, kind, **where)
+    round_state.gather_features(torch.zeros(16, 12288, dtype=dtype), rows.features)
+
+
 CALLS: dict[str, Callable[[torch.dtype], None]] = {
     "attention": attention,
     "fused": fused,
@@ -199,6 +214,7 @@ CALLS: dict[str, Callable[[torch.dtype], None]] = {
     "draft": draft,
     "sampling": sampling,
     "adjusting": adjusting,
+    "rounds": rounds,
 }
 
 

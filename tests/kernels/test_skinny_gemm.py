@@ -7,11 +7,13 @@ import torch
 from kernel_runs import GPU_DTYPES, INTERPRETED, relative_error
 
 from sgl_spec_kernels.skinny_gemm import (
+    TUNED,
     GemmShape,
     default_shape,
     gemm_work,
     skinny_gemm,
     skinny_gemm_ref,
+    wins,
 )
 
 # rows, N, K, shape: one split, uneven splits, a split of nothing, edges of N and K
@@ -66,6 +68,14 @@ def test_default_shapes_leave_no_split_empty(outputs: int, inputs: int) -> None:
     steps = -(-runs // shape.split_k)
     assert (shape.split_k - 1) * steps < runs
     assert shape.split_k <= 16
+
+
+def test_shapes_go_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = GemmShape(64, 128, 4), GemmShape(128, 64, 2)
+    monkeypatch.setitem(TUNED, (40, 72), ((1, few), (16, None), (32, many)))
+    found = [wins(rows, 40, 72) for rows in (1, 2, 16, 17, 32, 33)]
+    assert found == [few, None, None, many, many, None]
+    assert wins(1, 72, 40) is None
 
 
 @pytest.mark.gpu
