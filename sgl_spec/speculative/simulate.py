@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from sgl_spec.layers.transfer import on_device
 from sgl_spec.speculative.rules import AcceptanceRule
 from sgl_spec.speculative.sampling import SamplingRows, TokenMasks, draw
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
@@ -45,8 +46,9 @@ class SimulatedRule:
         """See `verify.sample_and_follow`."""
         self.rule(tree, logits, row_offsets, rows, committed_lens, masks=masks)
         depths = torch.where(tree.used(), tree.depths(), -1)
-        depth = torch.minimum(self._lengths(tree.batch) - 1, depths.amax(1))
-        self._note(depth + 1)
+        lengths = on_device(self.lengths(tree.batch), depths.device)
+        depth = torch.minimum(lengths - 1, depths.amax(1))
+        self.note(depth + 1)
         node = (depths == depth[:, None]).to(torch.int8).argmax(1)
         path = _root_path(tree.parents, node, depth)
         tokens = tree.tokens.gather(1, path.roll(-1, 1))
@@ -62,8 +64,8 @@ class SimulatedRule:
             )
         return AcceptResult(tokens=tokens, path=path, counts=depth + 1)
 
-    def _lengths(self, batch: int) -> Tensor:
-        """[batch] tokens to give out; the longer rounds go to another request each time."""
+    def lengths(self, batch: int) -> Tensor:
+        """[batch] tokens that the next round gives out, as far as its trees are that deep; the longer rounds go to another request each time."""
         low, high = math.floor(self.mean), math.ceil(self.mean)
         longer = round(self.mean * batch + self._owed) - low * batch if high > low else 0
         longer = min(max(longer, 0), batch)
@@ -71,8 +73,9 @@ class SimulatedRule:
         self._turn += longer
         return torch.where(place < longer, high, low)
 
-    def _note(self, given: Tensor) -> None:
-        """What trees were too shallow for, the next rounds make up for, as far as one can."""
+    def note(self, given: Tensor) -> None:
+        """A round gave these tokens [batch]. What trees were too shallow for, the next rounds make
+        up for, as far as one can."""
         batch = len(given)
         owed = self._owed + self.mean * batch - float(given.sum())
         self._owed = min(max(owed, -batch), batch)

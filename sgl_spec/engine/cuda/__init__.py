@@ -1,0 +1,1 @@
+"""The engine's fast path on a GPU: rounds that live on the device."""

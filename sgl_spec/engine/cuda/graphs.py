@@ -1,0 +1,84 @@
+"""Rounds by batch size: each captured as a CUDA graph when it is first needed, then replayed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+
+from sgl_spec.engine.cuda.rounds import Round
+
+logger = logging.getLogger(__name__)
+
+BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+
+class Replayed:
+    """A round and, where it was captured, its graph."""
+
+    def __init__(self, program: Round) -> None:
+        self.program = program
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        """Enqueue it."""
+        if self.graph is None:
+            self.program()
+        else:
+            self.graph.replay()
+
+    def capture(self, pool: object) -> None:
+        """Run it once with nothing but filler, which compiles what it needs, then record it."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.program()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):  # type: ignore[arg-type]
+            self.program()
+        self.graph = graph
+
+
+class Rounds:
+    """Rounds by what they are. sizes: batch sizes that are captured, rising; a batch is filled up
+    to the next of them, and one larger than all runs as it is, launch by launch. captures: whether
+    to use graphs at all."""
+
+    def __init__(self, sizes: Sequence[int], *, captures: bool) -> None:
+        self.sizes = tuple(sizes) if captures else ()
+        self._made: dict[Hashable, Replayed] = {}
+        self._pool = torch.cuda.graph_pool_handle() if captures else None
+
+    def padded(self, batch: int) -> int:
+        """The batch size that a batch is run with."""
+        return next((size for size in self.sizes if size >= batch), batch)
+
+    def get(self, key: Hashable, batch: int, make: Callable[[], Round]) -> Replayed:
+        """The round of this key; `make` builds it. batch: its size, from `padded`."""
+        known = self._made.get(key)
+        if known is not None:
+            return known
+        start = time.perf_counter()
+        made = Replayed(make())
+        if self._pool is not None and batch in self.sizes:
+            made.capture(self._pool)
+        if batch in self.sizes or self._pool is None:
+            self._made[key] = made
+        logger.debug("Made the round %s in %.2f s", key, time.perf_counter() - start)
+        return made
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+
+def capture_sizes(most: int, asked: Sequence[int] | None, limit: int | None) -> tuple[int, ...]:
+    """Batch sizes to capture. most: requests that may run. asked: --cuda-graph-bs. limit:
+    --cuda-graph-max-bs."""
+    if asked:
+        return tuple(sorted(set(asked)))
+    top = min(most, limit or BATCH_SIZES[-1])
+    sizes = {size for size in BATCH_SIZES if size < top}
+    return tuple(sorted(sizes | {top}))

@@ -1,0 +1,504 @@
+"""Speculation rounds that run on the device from end to end.
+
+A round reads where its requests stand from the row state, drafts, verifies, draws, keeps the
+accepted path, and moves the row state on. Nothing in it depends on a value that the host would have
+to read, and all its buffers stay where they are, so a round can be captured once as a CUDA graph
+and replayed, and the next one launched before this one's tokens were read.
+
+    TreeRound    drafts of a model, on the device
+    HostRound    trees that the host made (or none: plain decoding)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sgl_spec.engine.cuda.state import DeviceRows
+from sgl_spec.engine.cuda.transfer import send
+from sgl_spec.layers.context import ForwardBatch, KVCache
+from sgl_spec.models.decoder import Decoder
+from sgl_spec.models.draft import DraftModel
+from sgl_spec.speculative.ranking import DRAFT_ERROR
+from sgl_spec.speculative.tree import TokenTree, root_only
+from sgl_spec_kernels.compact import move_path
+from sgl_spec_kernels.draft_topk import draft_topk, topk_work
+from sgl_spec_kernels.filters import cut_heads, token_cuts
+from sgl_spec_kernels.round_state import (
+    RowState,
+    begin_round,
+    end_round,
+    extend_buffers,
+    extend_rows,
+    gather_features,
+)
+from sgl_spec_kernels.sample import Trees, Walked, draw_all, draw_walk, walked
+from sgl_spec_kernels.simulate import force_path
+from sgl_spec_kernels.tree_build import build_tree, device_tree, grow_state, grow_tree
+from sgl_spec_kernels.tree_rows import tree_rows
+
+IntArray = npt.NDArray[np.int64]
+
+DRAW_ALL_NODES = 64  # more nodes are drawn level by level, where the walks stand
+
+
+@dataclass(frozen=True, slots=True)
+class DraftParts:
+    """The draft model on the device. hidden: [rows + 1, H], what it returned for the last written
+    position of each row. shared_noise: whether sampled requests are drafted with the target's own
+    noise. steps, topk, nodes: shape of the trees."""
+
+    model: DraftModel
+    kv: KVCache
+    hidden: Tensor
+    steps: int
+    topk: int
+    nodes: int
+    shared_noise: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What all rounds of a server share. table: req_to_token on the device."""
+
+    model: Decoder
+    kv: KVCache
+    table: Tensor
+    rows: DeviceRows
+    draft: DraftParts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundKind:
+    """What the requests of a batch ask for. sampled: some have a temperature. filtered: some of
+    these have top_k, top_p or min_p. forced: accept lengths are given."""
+
+    sampled: bool = False
+    filtered: bool = False
+    forced: bool = False
+
+
+class Round(Protocol):
+    """One round of `batch` requests. rows: [batch] int64, their table rows, to be filled before it
+    runs. out: [batch, 1 + nodes] int32, how many tokens each gave, and which."""
+
+    rows: Tensor
+    out: Tensor
+    lengths: Tensor | None
+
+    def load(self, rows: IntArray, tree: TokenTree | None) -> None: ...
+    def __call__(self) -> None: ...
+
+
+class Requests:
+    """Where the requests of a round stand: copies of their rows of the state.
+
+    rows: [B] int64, table rows. text: [B] int64, lengths of their texts, roots included.
+    """
+
+    def __init__(self, parts: Parts, batch: int, kind: RoundKind) -> None:
+        device, state = parts.table.device, parts.rows.state
+        self.state, self.kind = state, kind
+        self.rows = torch.full((batch,), parts.rows.filler, dtype=torch.int64, device=device)
+        copies = {f.name: getattr(state, f.name).new_zeros(batch) for f in fields(RowState)}
+        self.at = RowState(**copies)
+        self.text = torch.zeros_like(self.rows)
+
+    def begin(self) -> None:
+        begin_round(self.state, self.rows, self.at)
+
+    def cuts(self, logits: Tensor, offsets: Tensor, counts: Tensor, into: _Cuts | None) -> None:
+        """What filters keep of the rows of `logits`."""
+        if into is not None:
+            at = self.at
+            token_cuts(
+                logits, offsets, counts, at.temperature, at.top_k, at.top_p, at.min_p,
+                into.cuts, into.heads,
+            )  # fmt: skip
+
+    @property
+    def drawn_at(self) -> Tensor | None:
+        """Temperatures, None where all are 0."""
+        return self.at.temperature if self.kind.sampled else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cuts:
+    cuts: Tensor
+    heads: Tensor
+
+    @classmethod
+    def maybe(cls, kind: RoundKind, batch: int, nodes: int, device: torch.device) -> _Cuts | None:
+        if not kind.filtered:
+            return None
+        cuts = torch.zeros(batch, nodes, dtype=torch.int64, device=device)
+        return cls(cuts, cut_heads(batch * nodes, device))
+
+
+class Acceptance:
+    """Draw, follow, keep the path, move the state on."""
+
+    def __init__(self, parts: Parts, requests: Requests, nodes: int, levels: int) -> None:
+        batch, device = len(requests.rows), parts.table.device
+        self.parts, self.requests = parts, requests
+        self.nodes, self.levels = nodes, levels
+        self.walked: Walked = walked(batch, nodes, parts.model.config.vocab_size, device)
+        self.cuts = _Cuts.maybe(requests.kind, batch, nodes, device)
+        self.lengths = None
+        if requests.kind.forced:
+            self.lengths = torch.ones(batch, dtype=torch.int64, device=device)
+        self.out = torch.zeros(batch, 1 + nodes, dtype=torch.int32, device=device)
+
+    def accept(self, tree: WalkedTree, logits: Tensor, offsets: Tensor) -> None:
+        """offsets: [B] int64, the first row of logits of each request."""
+        mine, out = self.requests, self.walked
+        mine.cuts(logits, offsets, tree.num_nodes, self.cuts)
+        cuts = None if self.cuts is None else self.cuts.cuts
+        trees = Trees(
+            tree.tokens, tree.parents, tree.depths, tree.num_nodes, logits, offsets,
+            mine.at.committed, mine.at.seed, mine.drawn_at, cuts,
+        )  # fmt: skip
+        if self.lengths is not None or tree.tokens.numel() <= DRAW_ALL_NODES:
+            draw_all(trees, out)
+        else:
+            draw_walk(trees, out, self.levels + 1)
+        if self.lengths is not None:
+            force_path(trees, tree.words, self.lengths, out)
+        if self.nodes > 1:
+            kv, table = self.parts.kv, self.parts.table
+            move_path(kv.k, kv.v, table, mine.rows, mine.at.committed, out.path, out.counts)
+
+    def finish(self) -> None:
+        """Move the row state on."""
+        state, filler = self.requests.state, self.parts.rows.filler
+        end_round(state.committed, state.last, self.requests.rows, self.walked, self.out, filler)
+
+
+class WalkedTree(Protocol):
+    """Trees on the device: [B, N] int64, num_nodes [B] int64."""
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    num_nodes: Tensor
+    words: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """Trees of one node; see `WalkedTree`."""
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    num_nodes: Tensor
+    words: Tensor
+
+    @classmethod
+    def of(cls, roots: Tensor) -> Roots:
+        """roots: [B] int64."""
+        zero, one = torch.zeros_like(roots), torch.ones_like(roots)
+        return cls(roots[:, None], -one[:, None], zero[:, None], one, one[:, None])
+
+
+def even_starts(batch: int, rows: int, device: torch.device) -> Tensor:
+    return torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int64, device=device)
+
+
+class TreeRound:
+    """A round with drafts of a model. See `Round`."""
+
+    def __init__(self, parts: Parts, batch: int, kind: RoundKind) -> None:
+        draft, device = parts.draft, parts.table.device
+        assert draft is not None
+        self.parts, self.draft, self.batch = parts, draft, batch
+        self.requests = Requests(parts, batch, kind)
+        self.rows = self.requests.rows
+        self._loaded = self.rows.numpy(force=True).copy()
+        levels = min(draft.steps, draft.nodes - 1)
+        self.acceptance = Acceptance(parts, self.requests, draft.nodes, levels)
+        self.out, self.lengths = self.acceptance.out, self.acceptance.lengths
+        self.tree = device_tree(batch, draft.nodes, device)
+        self.starts = even_starts(batch, draft.nodes, device)
+        self.drafting = _Drafting(parts, draft, self.requests)
+        self.extension = _Extension(parts, draft, self.requests, levels)
+
+    def load(self, rows: IntArray, tree: TokenTree | None) -> None:
+        """Give it its requests; those behind them fill the batch up."""
+        assert tree is None, "the trees are the round's own"
+        padded = np.full(self.batch, self.parts.rows.filler, dtype=np.int64)
+        padded[: len(rows)] = rows
+        if not np.array_equal(padded, self._loaded):
+            self._loaded = padded
+            send(padded, self.rows)
+
+    def __call__(self) -> None:
+        mine = self.requests
+        mine.begin()
+        self.drafting.grow()
+        build_tree(
+            self.tree, self.drafting.grown, mine.at.last, self.draft.steps,
+            committed_lens=mine.at.committed, rows=self.rows, req_to_token=self.parts.table,
+            max_nodes=mine.at.max_nodes,
+        )  # fmt: skip
+        logits, features = self._verify()
+        self.acceptance.accept(self.tree, logits, self.starts[:-1])
+        self.extension.extend(self.acceptance.walked, features)
+        self.acceptance.finish()
+
+    def _verify(self) -> tuple[Tensor, Tensor | None]:
+        tree, nodes, model = self.tree, self.draft.nodes, self.parts.model
+        batch = ForwardBatch(
+            tokens=tree.tokens.view(-1),
+            positions=tree.positions.view(-1),
+            slots=tree.slots.view(-1),
+            req_to_token=self.parts.table,
+            rows=self.rows,
+            prefix_lens=self.requests.at.committed,
+            q_starts=self.starts,
+            mask_words=tree.words.view(-1),
+            max_q_len=nodes,
+        )
+        return verify(model, batch, self.parts.kv, self.draft.model.capture)
+
+
+def verify(
+    model: Decoder, batch: ForwardBatch, kv: KVCache, capture: tuple[int, ...]
+) -> tuple[Tensor, Tensor | None]:
+    """The target's logits [T, V] in its own dtype, and the features that are wanted."""
+    if capture:
+        hidden, features = model.forward_features(batch, kv, capture)
+        return model.raw_logits(hidden), features
+    return model.raw_logits(model.forward(batch, kv)), None
+
+
+def draft_prefix(draft: DraftParts, requests: Requests) -> Tensor:
+    """[B] positions that hold the draft's KV when a round begins: those of the target's, and with a
+    whole model the root's too. A view."""
+    return requests.at.committed if draft.model.capture else requests.text
+
+
+class _Drafting:
+    """Grows the trees, one level after the other."""
+
+    def __init__(self, parts: Parts, draft: DraftParts, requests: Requests) -> None:
+        batch, device, topk = len(requests.rows), parts.table.device, draft.topk
+        self.parts, self.draft, self.requests = parts, draft, requests
+        self.grown = grow_state(batch, draft.steps, topk, device)
+        width = draft.model.logit_width
+        self.values = [torch.zeros(batch * f, topk, device=device) for f in (1, topk)]
+        self.drafted = [torch.zeros_like(v, dtype=torch.int64) for v in self.values]
+        self.work = topk_work(batch * topk, width, topk, device)
+        self.cuts = [_Cuts.maybe(requests.kind, batch, f, device) for f in (1, topk)]
+        self.counts = [torch.full_like(requests.rows, f) for f in (1, topk)]
+        self.starts = [even_starts(batch, f, device) for f in (1, topk)]
+        self.columns = [torch.full_like(requests.rows, d * topk) for d in range(draft.steps)]
+        self.prefix = draft_prefix(draft, requests)
+
+    def grow(self) -> None:
+        """All levels. Afterwards `grown` holds every candidate."""
+        mine, steps = self.requests, self.draft.steps
+        torch.add(mine.at.committed, 1, out=mine.text)
+        hidden = gather_features(self.draft.hidden, mine.rows)
+        for depth in range(1, steps + 1):
+            self._expand(hidden, depth)
+            if depth < steps:
+                hidden = self._forward(hidden, depth)
+
+    def _expand(self, hidden: Tensor, depth: int) -> None:
+        """Take the children of the nodes at depth - 1."""
+        draft, mine = self.draft, self.requests
+        at = 0 if depth == 1 else 1
+        logits, cuts = draft.model.raw_logits(hidden), self.cuts[at]
+        mine.cuts(logits, self.starts[at][:-1], self.counts[at], cuts)
+        draft_topk(
+            logits,
+            self.values[at],
+            self.drafted[at],
+            self.work,
+            error=DRAFT_ERROR,
+            depth=depth - 1,
+            lengths=mine.text,
+            seed=mine.at.seed,
+            temperature=mine.drawn_at,
+            noise="shared" if draft.shared_noise else None,
+            ids=draft.model.token_ids,
+            cuts=None if cuts is None else cuts.cuts.view(-1),
+        )
+        grow_tree(
+            self.grown,
+            self.values[at],
+            self.drafted[at],
+            depth,
+            prefix_lens=self.prefix,
+            rows=mine.rows,
+            req_to_token=self.parts.table,
+            last=depth == draft.steps,
+        )
+
+    def _forward(self, hidden: Tensor, depth: int) -> Tensor:
+        """The draft model over the frontier at `depth`. hidden: of the nodes above."""
+        grown, draft = self.grown, self.draft
+        features = None
+        if draft.model.capture:
+            above = self.starts[0 if depth == 1 else 1][:-1, None] + grown.parents
+            features = gather_features(hidden, above.view(-1))
+        batch = ForwardBatch(
+            tokens=grown.tokens.view(-1),
+            positions=grown.positions.view(-1),
+            slots=grown.slots.view(-1),
+            req_to_token=self.parts.table,
+            rows=self.requests.rows,
+            prefix_lens=self.prefix,
+            q_starts=self.starts[1],
+            mask_words=grown.words.view(-1),
+            tree_lens=self.columns[depth - 1],
+            max_q_len=draft.topk,
+        )
+        return draft.model.forward(batch, features, draft.kv)
+
+
+class _Extension:
+    """Brings the draft's KV up to the accepted text, with one forward of up to `levels` + 1 rows a
+    request, of which the last is where the next tree grows from."""
+
+    def __init__(self, parts: Parts, draft: DraftParts, requests: Requests, levels: int) -> None:
+        batch, device = len(requests.rows), parts.table.device
+        self.parts, self.draft, self.requests = parts, draft, requests
+        self.most = levels + 1
+        self.buffers = extend_buffers(batch, levels, device)
+        self.prefix = draft_prefix(draft, requests)
+        self.starts = even_starts(batch, self.most, device)
+
+    def extend(self, accepted: Walked, features: Tensor | None) -> None:
+        """features: [T, C] of the verified rows."""
+        mine, model, rows = self.requests, self.draft.model, self.buffers
+        extend_rows(
+            rows,
+            accepted,
+            "head" if model.capture else "whole",
+            committed=mine.at.committed,
+            roots=mine.at.last,
+            rows=mine.rows,
+            req_to_token=self.parts.table,
+        )
+        fused = None
+        if features is not None:
+            fused = model.fuse(gather_features(features, rows.features))
+        batch = ForwardBatch(
+            tokens=rows.tokens,
+            positions=rows.positions,
+            slots=rows.slots,
+            req_to_token=self.parts.table,
+            rows=mine.rows,
+            prefix_lens=self.prefix,
+            q_starts=self.starts,
+            mask_words=rows.words,
+            max_q_len=self.most,
+        )
+        hidden = model.forward(batch, fused, self.draft.kv)
+        self.draft.hidden.index_copy_(0, mine.rows, gather_features(hidden, rows.last))
+
+
+class _HostTree:
+    """Trees that the host fills in, as one block of words.
+
+    requests, nodes, node_depths, row_words: [T], what each row of the forward is (node -1: filler).
+    starts: [B + 1], each request's rows. rows, num_nodes: [B]. tokens, parents, depths, words:
+    [B, N], the trees again, for the walk.
+    """
+
+    def __init__(self, batch: int, rows: int, nodes: int, device: torch.device) -> None:
+        sizes = [rows] * 5 + [batch + 1, batch, batch] + [batch * nodes] * 4
+        self.host = torch.zeros(sum(sizes), dtype=torch.int64)
+        self.block = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        flat = self.block.split(sizes)
+        self.row_tokens, self.requests, self.nodes, self.node_depths, self.row_words = flat[:5]
+        self.starts, self.rows, self.num_nodes = flat[5:8]
+        trees = [part.view(batch, nodes) for part in flat[8:]]
+        self.tokens, self.parents, self.depths, self.words = trees
+        self._flat = [part.numpy() for part in self.host.split(sizes)]
+        self._nodes = nodes
+
+    def fill(self, rows: IntArray, filler: int, tree: TokenTree | None) -> None:
+        """Write all of it and send it."""
+        tree = tree or root_only(torch.zeros(len(rows), dtype=torch.int64))
+        row_tokens, requests, nodes, depths, words, starts, table_rows, counts, *trees = self._flat
+        size, batch, used = len(rows), len(table_rows), tree.used().numpy()
+        counts[:size], counts[size:] = tree.num_nodes.numpy(), 1
+        table_rows[:size], table_rows[size:] = rows, filler
+        starts[1:] = np.cumsum(counts)
+        total, drafted = int(starts[-1]), int(starts[size])
+        assert total <= len(nodes), f"{total} rows, the round has {len(nodes)}"
+        columns = (tree.tokens, tree.parents, tree.depths(), tree.ancestor_words())
+        for whole, column in zip(trees, columns, strict=True):
+            wide = whole.reshape(batch, self._nodes)
+            wide[:size, : tree.width] = column.numpy()
+        request, node = np.nonzero(used)
+        requests[:drafted], nodes[:drafted] = request, node
+        row_tokens[:drafted] = columns[0].numpy()[used]
+        depths[:drafted] = columns[2].numpy()[used]
+        words[:drafted] = columns[3].numpy()[used]
+        requests[drafted:total] = np.arange(size, batch)
+        for each, value in ((row_tokens, 0), (nodes, 0), (depths, 0), (words, 1)):
+            each[drafted:total] = value
+        requests[total:], nodes[total:] = 0, -1
+        row_tokens[total:], depths[total:], words[total:] = 0, 0, 1
+        for wide, value in zip(trees, (0, -1, 0, 1), strict=True):
+            wide.reshape(batch, self._nodes)[size:, 0] = value
+        send(self.host, self.block)
+
+
+class HostRound:
+    """A round over trees that the host made, `total` rows in all. See `Round`.
+
+    The trees are ragged: rows are shared by the requests of a batch, so many small trees and few
+    large ones cost the same. Trees of one node are plain decoding; their tokens are the device's
+    own, so such a round may be launched before the host knows them.
+    """
+
+    def __init__(self, parts: Parts, batch: int, kind: RoundKind, total: int, nodes: int) -> None:
+        device = parts.table.device
+        self.parts, self.batch, self.total, self.nodes = parts, batch, total, nodes
+        self.requests = Requests(parts, batch, kind)
+        self.tree = _HostTree(batch, total, nodes, device)
+        self.requests.rows = self.rows = self.tree.rows
+        self.acceptance = Acceptance(parts, self.requests, nodes, nodes - 1)
+        self.out, self.lengths = self.acceptance.out, self.acceptance.lengths
+        self.positions = torch.zeros(total, dtype=torch.int64, device=device)
+        self.slots = torch.zeros_like(self.positions)
+        if nodes == 1:
+            self.tree.row_tokens = self.requests.at.last
+            self.tree.tokens = self.requests.at.last[:, None]
+
+    def load(self, rows: IntArray, tree: TokenTree | None) -> None:
+        """Give it its requests and trees; None where trees are roots alone. Requests behind them
+        fill the batch up."""
+        self.tree.fill(rows, self.parts.rows.filler, tree)
+
+    def __call__(self) -> None:
+        mine, tree, parts = self.requests, self.tree, self.parts
+        mine.begin()
+        tree_rows(
+            tree.requests, tree.nodes, tree.node_depths, mine.at.committed, mine.rows, parts.table,
+            self.positions, self.slots,
+        )  # fmt: skip
+        batch = ForwardBatch(
+            tokens=tree.row_tokens,
+            positions=self.positions,
+            slots=self.slots,
+            req_to_token=parts.table,
+            rows=mine.rows,
+            prefix_lens=mine.at.committed,
+            q_starts=tree.starts,
+            mask_words=tree.row_words,
+            max_q_len=self.nodes,
+        )
+        logits, _ = verify(parts.model, batch, parts.kv, ())
+        self.acceptance.accept(tree, logits, tree.starts[:-1])
+        self.acceptance.finish()
