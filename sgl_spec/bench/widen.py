@@ -2,7 +2,8 @@
 same text and the same drafts, from an ordinary checkpoint of the asked shape.
 
 A head is widened together with its target: give both the same --shape. The shape of a STANDALONE
-draft is its own.
+draft is its own. --random-head writes an EAGLE3 head that nobody trained, where only its cost
+matters.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from sgl_spec.bench.widen_heads import widen_head
+from sgl_spec.bench.widen_heads import random_head, widen_head
 from sgl_spec.bench.widen_parts import Noise, Size, check_size, parse_size
 from sgl_spec.bench.widen_plan import HEAD, Widener, widened_keys, write_checkpoint, write_json
 from sgl_spec.errors import ConfigError
@@ -72,24 +73,37 @@ def main(argv: Sequence[str]) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} must be a new or an empty directory.")
     # A head needs the narrow target's config alone; a model is copied with its tokenizer.
-    source = resolve_checkpoint(options.model_path, tokenizer=options.draft is None)
+    alone = options.draft is None and options.random_head is None
+    source = resolve_checkpoint(options.model_path, tokenizer=alone)
     noise = Noise(options.seed, getattr(torch, options.dtype))
     out.mkdir(parents=True, exist_ok=True)
-    if options.draft is None:
+    what = options.draft or options.model_path
+    if alone:
         widen_model(source, out, size, noise)
-    else:
+    elif options.draft is not None:
         target = ModelConfig.from_hf(source)
         widen_draft(resolve_draft(options.draft), target, out, size, noise)
-    said = {"source": options.draft or options.model_path, "shape": str(size)}
+    else:
+        content, target = read_json(source / "config.json"), ModelConfig.from_hf(source)
+        random_head(content, target, options.random_head, out, size, noise)
+        what = f"a random EAGLE3 head for {options.model_path}"
+    said = {"source": what, "shape": str(size)}
     write_json(out / "widened.json", said | {"dtype": options.dtype, "seed": options.seed})
-    print(f"{out}: {options.draft or options.model_path} at {size} in {options.dtype}.")
+    print(f"{out}: {what} at {size} in {options.dtype}.")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sgl_spec.bench widen", description=__doc__)
     parser.add_argument("out", metavar="OUT", help="a new or an empty directory")
     parser.add_argument("--model-path", default="smollm2", help="the model, or a head's target")
-    parser.add_argument("--draft", help="widen this draft instead: a shipped name, a directory")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--draft", help="widen this draft instead: a shipped name, a directory")
+    which.add_argument(
+        "--random-head",
+        type=int,
+        metavar="COLUMNS",
+        help="write an untrained EAGLE3 head with so many draft tokens instead",
+    )
     parser.add_argument(
         "--shape", required=True, help="a name, or HIDDENxLAYERSxHEADSxKVHEADSxHEAD_DIMxINNER"
     )

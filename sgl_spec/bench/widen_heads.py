@@ -1,17 +1,20 @@
-"""EAGLE and EAGLE3 heads for a widened target: the same drafts at the cost of a bigger head."""
+"""EAGLE and EAGLE3 heads for a widened target: the same drafts at the cost of a bigger head; and an
+EAGLE3 head that was never trained, for the cost alone."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sgl_spec.bench.widen_parts import Noise, Size, check_size, joined, stream
 from sgl_spec.bench.widen_plan import Plan, Planned, Widener, widened_keys, write_checkpoint
 from sgl_spec.errors import ConfigError
 from sgl_spec.models.config import Keys, ModelConfig
-from sgl_spec.models.draft_config import EAGLE, SPECULATORS, HeadConfig, read_head_config
+from sgl_spec.models.draft_config import EAGLE, EAGLE3, SPECULATORS, HeadConfig, read_head_config
 from sgl_spec.models.draft_names import (
     eagle3_names,
     eagle3_shapes,
@@ -85,6 +88,48 @@ def _eagle3(widener: Widener, config: HeadConfig, keys: Keys, target: ModelConfi
     if names.embedding is not None:
         plan |= widener.embedding(names.embedding, hidden)
     return plan | {name: _copy(stored, name) for name in ("d2t", "t2d") if name in stored.names}
+
+
+def random_head(
+    content: dict[str, Any], target: ModelConfig, columns: int, out: Path, size: Size, noise: Noise
+) -> None:
+    """Write an EAGLE3 head of one layer with random weights for a target of `size`.
+
+    content: the config of the narrow `target`, whose rope and vocabulary the head takes. columns:
+    its draft vocabulary, the first tokens of the target's.
+    """
+    if not 1 <= columns <= target.vocab_size:
+        raise ConfigError(
+            f"--random-head must be from 1 to the vocabulary of {target.vocab_size}, got "
+            f"{columns}.",
+            param="random_head",
+        )
+    taken = ("model_type", "vocab_size", "hidden_act", "max_position_embeddings", "rope_theta")
+    taken += ("rope_parameters", "rope_scaling", "bos_token_id", "eos_token_id")
+    kept = {key: content[key] for key in taken if key in content} | {"model_type": "llama"}
+    count = size.layers
+    head = widened_keys(kept, target, size) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": columns,
+        "target_hidden_size": size.hidden,
+        "tie_word_embeddings": False,
+        "eagle_config": {_LAYERS: [2, count // 2, count - 3], "use_aux_hidden_state": True},
+    }
+    config = read_head_config(Keys(head, out / "config.json"), EAGLE3)
+    names = eagle3_names(config, frozenset(), size.hidden, tied=False)
+    plan = {n: _random(n, shape, noise) for n, shape in eagle3_shapes(config, names).items()}
+    plan["d2t"] = Planned((columns,), lambda: torch.zeros(columns, dtype=torch.int64))
+    vocabulary = torch.arange(target.vocab_size)
+    plan["t2d"] = Planned((target.vocab_size,), lambda: vocabulary < columns)
+    write_checkpoint(out, plan, head, noise.dtype)
+
+
+def _random(name: str, shape: tuple[int, ...], noise: Noise) -> Planned:
+    """Rows of unit length for a matrix, ones for a norm."""
+    spread = 1 / math.sqrt(shape[-1])
+    like = torch.ones(2) if len(shape) == 1 else torch.tensor([[-spread, spread]])
+    return Planned(shape, lambda: noise(name, shape, like))
 
 
 def _copy(stored: StoredWeights, name: str) -> Planned:

@@ -231,6 +231,25 @@ def test_drafts_in_the_engine(narrow: Path, wide: Path, tmp_path: Path, kind: st
     assert told[0][1].proposed > 0
 
 
+def test_random_head(narrow: Path, wide: Path, tmp_path: Path) -> None:
+    """It loads for the widened target, every matrix is noise, and its drafts leave the text as it
+    was."""
+    out = widened(narrow, tmp_path / "head", "--random-head", "100")
+    found = weights(out)
+    matrices = {name: w for name, w in found.items() if w.dim() == 2}
+    assert found["lm_head.weight"].shape == (100, 117)
+    assert all(float((w == 0).float().mean()) < 0.001 for w in matrices.values())
+    assert all(
+        float(w.std()) * w.shape[1] ** 0.5 == pytest.approx(1, 0.1) for w in matrices.values()
+    )
+    params = {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": True}
+    flags = {"speculative_draft_model_path": str(out), "speculative_verify_whole_trees": True}
+    drafted = LLM(str(wide), speculative_algorithm="EAGLE3", **flags).generate([ids()], params)[0]
+    assert drafted.output_ids == LLM(str(wide)).generate([ids()], params)[0].output_ids
+    assert drafted.spec is not None
+    assert drafted.spec.proposed > 20
+
+
 # --- shapes ---------------------------------------------------------------------------------------
 
 
@@ -277,6 +296,8 @@ def test_refusals(narrow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     head = make_eagle3(tmp_path / "head", make_tiny(tmp_path / "other", hidden=32, layers=4))
     flags = ["--model-path", str(narrow), "--draft", str(head)]
     cases.append((flags, tmp_path / "b", "the head is for a target of hidden_size 32"))
+    flags = ["--model-path", str(narrow), "--random-head", "513"]
+    cases.append((flags, tmp_path / "c", "must be from 1 to the vocabulary of 512, got 513"))
     for flags, out, said in cases:
         assert main(["widen", *flags, "--shape", WIDE, str(out)]) == 2
         assert said in capsys.readouterr().err
