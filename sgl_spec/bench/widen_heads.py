@@ -26,6 +26,10 @@ from sgl_spec.models.draft_names import (
 from sgl_spec.models.stored import StoredWeights
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
+_TAKEN = (
+    *("vocab_size", "bos_token_id", "eos_token_id", "hidden_act", "max_position_embeddings"),
+    *("rope_theta", "rope_parameters", "rope_scaling"),
+)
 
 
 def widen_head(
@@ -104,9 +108,7 @@ def random_head(
             f"{columns}.",
             param="random_head",
         )
-    taken = ("model_type", "vocab_size", "hidden_act", "max_position_embeddings", "rope_theta")
-    taken += ("rope_parameters", "rope_scaling", "bos_token_id", "eos_token_id")
-    kept = {key: content[key] for key in taken if key in content} | {"model_type": "llama"}
+    kept = {key: content[key] for key in _TAKEN if key in content} | {"model_type": "llama"}
     count = size.layers
     head = widened_keys(kept, target, size) | {
         "architectures": ["LlamaForCausalLMEagle3"],
