@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgl_spec_kernels.chain import chain, chained
+
 BLOCK = 4096
 
 
@@ -161,7 +163,9 @@ def _adjust(  # noqa: C901 - one branch for each kind of adjustment
     FORCED_LANES: tl.constexpr,
     END_LANES: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain(CHAINED)
     slot = tl.program_id(0)
     request, node = slot // WIDTH, slot % WIDTH
     if node >= tl.load(num_nodes + request):
@@ -324,4 +328,5 @@ def adjust_logits(
         END_LANES=lanes[3],
         BLOCK=BLOCK,
         num_warps=8,
+        **chained(logits.device),
     )

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgl_spec_kernels.chain import chain, chained
+
 _COLUMNS = 128  # values of a KV row that a program moves
 
 
@@ -28,7 +30,9 @@ def _rename_slots(
     NODES: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain(CHAINED)
     request = tl.program_id(0)
     count = tl.load(counts + request).to(tl.int32)
     node, step = tl.arange(0, BLOCK), tl.arange(0, BLOCK_W)
@@ -61,7 +65,9 @@ def _move_path(
     width,
     BLOCK_W: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain(CHAINED)
     request, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     count = tl.load(counts + request).to(tl.int32)
     step = tl.arange(0, BLOCK_W)
@@ -104,6 +110,7 @@ def rename_slots(
         BLOCK=triton.next_power_of_2(nodes),
         BLOCK_W=triton.next_power_of_2(path.shape[1]),
         num_warps=1,
+        **chained(rows.device),
     )
 
 
@@ -139,6 +146,7 @@ def move_path(
         BLOCK_W=triton.next_power_of_2(path.shape[1]),
         COLUMNS=_COLUMNS,
         num_warps=4,
+        **chained(k.device),
     )
 
 

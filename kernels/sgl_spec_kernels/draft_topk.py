@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgl_spec_kernels.chain import chain, chained
 from sgl_spec_kernels.noise import (
     PROPOSAL,
     falling_key,
@@ -65,7 +66,9 @@ def _draft_topk(
     PROPOSAL: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_CUTS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain(CHAINED)
     row, chunk = tl.program_id(0), tl.program_id(1)
     request = row // rows_per_request
     column = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -221,4 +224,5 @@ def draft_topk(
         HAS_IDS=ids is not None,
         HAS_CUTS=cuts is not None,
         num_warps=4,
+        **chained(logits.device),
     )

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgl_spec_kernels.chain import chain, chained
 from sgl_spec_kernels.noise import falling_key, key_value, place
 
 HEAD = 8192  # ids of a row in the work space
@@ -103,7 +104,9 @@ def _token_cuts(
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain(CHAINED)
     slot = tl.program_id(0)
     request, node = slot // WIDTH, slot % WIDTH
     if node >= tl.load(num_nodes + request):
@@ -223,4 +226,5 @@ def token_cuts(
         HEAD=HEAD,
         BLOCK=BLOCK,
         num_warps=16,
+        **chained(logits.device),
     )

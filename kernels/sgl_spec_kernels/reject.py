@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgl_spec_kernels.chain import chain, chained
 from sgl_spec_kernels.noise import (
     ACCEPTANCE,
     RESIDUAL,
@@ -180,7 +181,9 @@ def _reject(
     HAS_IDS: tl.constexpr,
     ACCEPTANCE: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain(CHAINED)
     request = tl.program_id(0)
     count = tl.load(num_nodes + request).to(tl.int32)
     seed, t = tl.load(seeds + request), tl.load(temperature + request)
@@ -292,4 +295,5 @@ def reject_and_follow(
         ACCEPTANCE=ACCEPTANCE,
         RESIDUAL=RESIDUAL,
         num_warps=8,
+        **chained(trees.logits.device),
     )

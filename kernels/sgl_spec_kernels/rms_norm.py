@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgl_spec_kernels.chain import chain, chained
+
 _MOST_COLUMNS = 65536  # of a row, which one program holds whole
 
 
@@ -26,7 +28,9 @@ def _rms_norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -66,6 +70,7 @@ def rms_norm(
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
         num_warps=min(max(block // 512, 1), 16),
+        **chained(x.device),
     )
     return out
 

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgl_spec_kernels.chain import chain, chained
+
 HEADS = 8  # heads a program takes
 
 
@@ -43,7 +45,9 @@ def _rope_kv(
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
@@ -127,6 +131,7 @@ def rope_kv(
         HEADS=HEADS,
         HAS_NORM=norms is not None,
         num_warps=4,
+        **chained(qkv.device),
     )
     return qkv.view(tokens, -1, dim)[:, :q_heads]
 

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgl_spec_kernels.chain import chain, chained
 from sgl_spec_kernels.sample import Walked
 
 KINDS = ("head", "whole", "rooted")
@@ -84,7 +85,9 @@ def _begin_round(
     to_top_p,
     to_min_p,
     to_max_nodes,
+    CHAINED: tl.constexpr,
 ):
+    chain(CHAINED)
     request = tl.program_id(0)
     row = tl.load(rows + request)
     tl.store(to_committed + request, tl.load(committed + row))
@@ -108,7 +111,9 @@ def _end_round(
     dummy_row,
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain(CHAINED)
     request = tl.program_id(0)
     row = tl.load(rows + request)
     lane = tl.arange(0, LANES)
@@ -146,7 +151,9 @@ def _extend_rows(
     LANES: tl.constexpr,
     SHIFT: tl.constexpr,
     ROOTED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain(CHAINED)
     request = tl.program_id(0)
     j = tl.arange(0, LANES)
     count = tl.load(counts + request)
@@ -172,7 +179,10 @@ def _extend_rows(
 
 
 @triton.jit
-def _gather_rows(source, index, out, width, source_stride, BLOCK: tl.constexpr):
+def _gather_rows(
+    source, index, out, width, source_stride, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):
+    chain(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -186,7 +196,13 @@ def begin_round(state: RowState, rows: Tensor, batch: RowState) -> None:
     for source, target in pairs:
         assert source.is_contiguous(), "state must be contiguous"
         assert source.dtype == target.dtype, "a batch has its state's dtypes"
-    _begin_round[(rows.shape[0],)](rows, *(p[0] for p in pairs), *(p[1] for p in pairs))
+    _begin_round[(rows.shape[0],)](
+        rows,
+        *(p[0] for p in pairs),
+        *(p[1] for p in pairs),
+        num_warps=1,
+        **chained(rows.device),
+    )
 
 
 def end_round(
@@ -212,6 +228,7 @@ def end_round(
         WIDTH=nodes,
         LANES=max(triton.next_power_of_2(nodes), 2),
         num_warps=1,
+        **chained(rows.device),
     )
 
 
@@ -263,6 +280,7 @@ def extend_rows(
         SHIFT=int(kind == "whole"),
         ROOTED=kind == "rooted",
         num_warps=1,
+        **chained(rows.device),
     )
 
 
@@ -277,7 +295,14 @@ def gather_features(features: Tensor, index: Tensor, out: Tensor | None = None) 
     assert out.is_contiguous(), "out must be contiguous"
     assert out.dtype == features.dtype
     _gather_rows[(count, triton.cdiv(width, _BLOCK_C))](
-        features, index, out, width, features.stride(0), BLOCK=_BLOCK_C, num_warps=4
+        features,
+        index,
+        out,
+        width,
+        features.stride(0),
+        BLOCK=_BLOCK_C,
+        num_warps=4,
+        **chained(features.device),
     )
     return out
 

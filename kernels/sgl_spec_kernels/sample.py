@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgl_spec_kernels.chain import chain, chained
 from sgl_spec_kernels.noise import falling_key, gumbel, noise_bits, row_keys
 
 BLOCK = 4096  # tokens of a program
@@ -69,7 +70,9 @@ def _draw(
     WALK: tl.constexpr,
     SAMPLED: tl.constexpr,
     HAS_CUTS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain(CHAINED)
     row, chunk = tl.program_id(0), tl.program_id(1)
     if WALK:
         request = row
@@ -134,7 +137,9 @@ def _follow(
     out_counts,
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain(CHAINED)
     request = tl.program_id(0)
     count = tl.load(num_nodes + request).to(tl.int32)
     node, depth = count * 0, count * 0
@@ -221,6 +226,7 @@ def draw_all(trees: Trees, out: Walked) -> None:
         WIDTH=nodes,
         LANES=triton.next_power_of_2(nodes),
         num_warps=1,
+        **chained(trees.logits.device),
     )
 
 
@@ -270,4 +276,5 @@ def _launch(trees: Trees, out: Walked, level: int, *, walk: bool) -> None:
         SAMPLED=trees.temperature is not None,
         HAS_CUTS=trees.cuts is not None,
         num_warps=8,
+        **chained(trees.logits.device),
     )

@@ -8,11 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgl_spec_kernels.chain import chain, chained
+
 BLOCK = 1024
 
 
 @triton.jit
-def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    chain(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -28,7 +31,14 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous(), "gate_up must be contiguous"
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    _silu_mul[(rows, triton.cdiv(width, BLOCK))](gate_up, out, width, BLOCK=BLOCK, num_warps=4)
+    _silu_mul[(rows, triton.cdiv(width, BLOCK))](
+        gate_up,
+        out,
+        width,
+        BLOCK=BLOCK,
+        num_warps=4,
+        **chained(gate_up.device),
+    )
     return out
 
 

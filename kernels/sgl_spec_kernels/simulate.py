@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgl_spec_kernels.chain import chain, chained
 from sgl_spec_kernels.sample import Trees, Walked
 
 
@@ -27,7 +28,9 @@ def _force_path(
     out_counts,
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain(CHAINED)
     request = tl.program_id(0)
     lane = tl.arange(0, LANES)
     count = tl.load(num_nodes + request).to(tl.int32)
@@ -67,4 +70,5 @@ def force_path(trees: Trees, words: Tensor, lengths: Tensor, out: Walked) -> Non
         WIDTH=nodes,
         LANES=max(triton.next_power_of_2(nodes), 2),
         num_warps=1,
+        **chained(trees.tokens.device),
     )

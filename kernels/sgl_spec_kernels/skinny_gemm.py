@@ -4,7 +4,8 @@ W [N, K] is cut into tiles of BLOCK_N outputs and, so that small matrices fill t
 into `split_k` runs of K. The product is taken as W x^T: W's tile is the tall operand that the
 tensor cores read from shared memory, the rows of x are its narrow side. Each split leaves its sums
 in float32; the last of a tile to arrive adds them in the order of the splits, so the result does
-not depend on timing, and applies the epilogue.
+not depend on timing, and applies the epilogue. Weights are nobody's output: their first lines are
+fetched to the L2 cache while the kernel before still runs.
 """
 
 from __future__ import annotations
@@ -16,19 +17,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgl_spec_kernels.chain import chained, let_follow, wait_before
+
 MOST_ROWS = 64
 _PROGRAMS = 264  # two for each multiprocessor of an H200
 
 
 @dataclass(frozen=True, slots=True)
 class GemmShape:
-    """How a product is cut."""
+    """How a product is cut. ahead: 128-byte lines of each weight row that a program fetches before
+    it waits for x, a power of two or 0."""
 
     block_n: int
     block_k: int
     split_k: int
     warps: int = 4
     stages: int = 4
+    ahead: int = 8
 
 
 TUNED: dict[tuple[int, int], tuple[tuple[int, GemmShape | None], ...]] = {}
@@ -42,6 +47,21 @@ def wins(rows: int, outputs: int, inputs: int) -> GemmShape | None:
         if rows <= most:
             return shape
     return None
+
+
+@triton.jit
+def _fetch(weights, first, last, LINES: tl.constexpr):
+    """Lines of each row from column `first` on, into the L2 cache."""
+    per_line: tl.constexpr = 1024 // weights.dtype.element_ty.primitive_bitwidth
+    at = tl.minimum(first + tl.arange(0, LINES) * per_line, last - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [(weights + at[None, :]).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -63,7 +83,10 @@ def _skinny_gemm(
     SPLIT_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    LINES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    let_follow(CHAINED)
     tile = tl.program_id(0)
     split = tl.program_id(1)
     output = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -71,6 +94,9 @@ def _skinny_gemm(
     steps = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K)
     first = split * steps * BLOCK_K
     last = tl.minimum(first + steps * BLOCK_K, K)
+    if CHAINED and LINES > 0:
+        _fetch(weight + tl.minimum(output, N - 1).to(tl.int64)[:, None] * K, first, last, LINES)
+    wait_before(CHAINED)
     weights = weight + output.to(tl.int64)[:, None] * K
     acc = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
     for start in range(first, last, BLOCK_K):
@@ -97,7 +123,7 @@ def _skinny_gemm(
             return
         tl.store(arrived + tile, 0)  # as the next launch needs it
         acc = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
-        for other in range(SPLIT_K):
+        for other in tl.static_range(SPLIT_K):  # unrolled, so that all are on their way at once
             # Other multiprocessors wrote these: past the L1 cache.
             acc += tl.load(
                 part + other * rows * N + at, mask=inside, other=0.0, cache_modifier=".cg"
@@ -187,8 +213,10 @@ def skinny_gemm(
         SPLIT_K=shape.split_k,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
+        LINES=shape.ahead,
         num_warps=shape.warps,
         num_stages=shape.stages,
+        **chained(x.device),
     )
     return out
 

@@ -20,12 +20,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgl_spec_kernels.chain import chain, chained
+
 BLOCK_N = 64  # KV columns at a time
 MIN_SPLIT = 128  # least columns of a split: merging smaller ones costs more than they save
 MAX_SPLITS = 32
 _PROGRAMS = 264  # two for each multiprocessor of an H200
 _LEAST_ROWS, _MOST_ROWS = 16, 64  # of a block
+_CHUNK_ROWS = 128  # of a block of more tokens than a mask word has bits: a chunk of a prompt
 _LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
 
 
 @triton.jit
@@ -35,6 +43,7 @@ def _attend(
     best,
     queries,
     own,
+    union,
     k,
     v,
     table,
@@ -49,22 +58,25 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Columns lo .. hi into (acc, total, best). own: each row's mask word, or its last column."""
+    """Columns lo .. hi into (acc, total, best). own: each row's mask word, or its last column.
+    union: the words together; a new column that no row sees may never have been written."""
     dims = tl.arange(0, BLOCK_D)
     for start in range(lo, hi, BLOCK_N):
         column = start + tl.arange(0, BLOCK_N)
         inside = column < hi
+        new = column - prefix
+        bit = tl.minimum(tl.maximum(new, 0), 63).to(tl.int64)
+        if MASKED and not CAUSAL:
+            inside &= (new < 0) | (((union >> bit) & 1) != 0)
         slot = tl.load(table + column, mask=inside, other=0).to(tl.int64)
         at = slot[:, None] * kv_stride + dims[None, :]
         used = inside[:, None] & (dims < DIM)[None, :]
         keys = tl.load(k + at, mask=used, other=0.0)  # [BLOCK_N, BLOCK_D]
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
         if MASKED:
-            new = column - prefix
             if CAUSAL:
                 seen = new[None, :] <= own[:, None]
             else:
-                bit = tl.minimum(tl.maximum(new, 0), 63).to(tl.int64)
                 seen = (new < 0)[None, :] | (((own[:, None] >> bit[None, :]) & 1) != 0)
             scores = tl.where(seen & inside[None, :], scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
@@ -104,7 +116,7 @@ def _merge(
     return acc, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_blocks"])  # chunks of prompts have any length
 def _tree_attn(
     q,
     k,
@@ -123,18 +135,20 @@ def _tree_attn(
     table_stride,
     q_stride,
     kv_stride,
-    ROW_BLOCKS: tl.constexpr,
+    row_blocks,
+    min_split,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_TREE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
-    block = tl.program_id(0) % ROW_BLOCKS
-    kv_head = tl.program_id(0) // ROW_BLOCKS
+    chain(CHAINED)
+    block = tl.program_id(0) % row_blocks
+    kv_head = tl.program_id(0) // row_blocks
     split = tl.program_id(1)
     request = tl.program_id(2)
     start = tl.load(q_starts + request).to(tl.int32)
@@ -148,7 +162,7 @@ def _tree_attn(
     if CAUSAL:
         length = tl.minimum(length, prefix + ((block + 1) * BLOCK_M - 1) // GROUP + 1)
     share = tl.cdiv(tl.cdiv(length, tl.num_programs(1)), BLOCK_N) * BLOCK_N
-    share = tl.maximum(share, MIN_SPLIT)
+    share = tl.maximum(share, min_split)
     used_splits = tl.cdiv(length, share)
     if split >= used_splits:
         return
@@ -159,10 +173,11 @@ def _tree_attn(
     live = folded < q_len * GROUP
     token = folded // GROUP
     head = kv_head * GROUP + folded % GROUP
-    if CAUSAL:  # noqa: SIM108 - only a branch on a constant compiles one side
-        own = token
+    if CAUSAL:
+        own, union = token, length
     else:
         own = tl.load(mask_words + start + token, mask=live, other=0)
+        union = tl.reduce(own, 0, _either)
     row = (start + token).to(tl.int64)
     used = live[:, None] & (dims < DIM)[None, :]
     at = row[:, None] * q_stride + head[:, None] * DIM + dims[None, :]
@@ -178,12 +193,12 @@ def _tree_attn(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     best = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     acc, total, best = _attend(
-        acc, total, best, queries, own, k, v, table, prefix, lo, lo + whole, kv_stride, scale,
-        False, CAUSAL, DIM, BLOCK_D, BLOCK_N,
+        acc, total, best, queries, own, union, k, v, table, prefix, lo, lo + whole,
+        kv_stride, scale, False, CAUSAL, DIM, BLOCK_D, BLOCK_N,
     )  # fmt: skip
     acc, total, best = _attend(
-        acc, total, best, queries, own, k, v, table, prefix, lo + whole, hi, kv_stride, scale,
-        True, CAUSAL, DIM, BLOCK_D, BLOCK_N,
+        acc, total, best, queries, own, union, k, v, table, prefix, lo + whole, hi,
+        kv_stride, scale, True, CAUSAL, DIM, BLOCK_D, BLOCK_N,
     )  # fmt: skip
 
     if used_splits > 1:
@@ -202,7 +217,7 @@ def _tree_attn(
         )
     # A row whose word is empty and that has no prefix sees nothing: 0, not NaN.
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    heads = tl.num_programs(0) // ROW_BLOCKS * GROUP
+    heads = tl.num_programs(0) // row_blocks * GROUP
     at = row[:, None] * (heads * DIM) + head[:, None] * DIM + dims[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=used)
 
@@ -240,7 +255,8 @@ class AttnPlan:
 def attn_grid(batch: int, kv_heads: int, max_q_len: int, heads_per_kv: int) -> tuple[int, int, int]:
     """(rows of a block, blocks, splits) for `batch` requests of up to max_q_len rows."""
     rows = max_q_len * heads_per_kv
-    block_m = min(max(triton.next_power_of_2(rows), _LEAST_ROWS), _MOST_ROWS)
+    most = _MOST_ROWS if max_q_len <= 64 else _CHUNK_ROWS
+    block_m = min(max(triton.next_power_of_2(rows), _LEAST_ROWS), most)
     row_blocks = triton.cdiv(rows, block_m)
     splits = _PROGRAMS // (batch * kv_heads * row_blocks)
     return block_m, row_blocks, min(max(splits, 1), MAX_SPLITS)
@@ -343,18 +359,19 @@ def tree_attn(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttnPlan, scale
         plan.req_to_token.stride(0),
         q.stride(0),
         k_cache.stride(0),
-        ROW_BLOCKS=plan.row_blocks,
+        plan.row_blocks,
+        MIN_SPLIT,
         GROUP=plan.heads_per_kv,
         DIM=dim,
         BLOCK_D=block_d,
         BLOCK_M=plan.block_m,
         # float32 products are unrolled into single instructions, which fill the registers.
         BLOCK_N=BLOCK_N if block_d * q.element_size() <= 256 else BLOCK_N // 2,
-        MIN_SPLIT=MIN_SPLIT,
         CAUSAL=plan.mask_words is None,
         HAS_TREE=plan.tree_lens is not None,
-        num_warps=4 if q.element_size() == 2 else 8,
+        num_warps=4 if q.element_size() == 2 and plan.block_m <= 64 else 8,
         num_stages=3 if q.element_size() == 2 else 2,
+        **chained(q.device),
     )
     return out
 

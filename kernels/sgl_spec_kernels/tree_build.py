@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgl_spec_kernels.chain import chain, chained
 from sgl_spec_kernels.noise import falling_key
 
 _TILE = 32  # candidates compared with all others at a time
@@ -48,7 +49,9 @@ def _grow_tree(
     TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
     LAST: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain(CHAINED)
     request = tl.program_id(0)
     index = tl.arange(0, BLOCK)
     inside = index < FRONTIER * TOPK
@@ -114,7 +117,9 @@ def _build_tree(
     ROUNDS: tl.constexpr,
     TILE: tl.constexpr,
     HAS_BOUND: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain(CHAINED)
     request = tl.program_id(0)
     index = tl.arange(0, BLOCK_C)
     inside = index < CANDIDATES
@@ -268,6 +273,7 @@ def grow_tree(
         BLOCK=triton.next_power_of_2(frontier * topk),
         LAST=last,
         num_warps=4 if frontier * topk <= 64 else 8,
+        **chained(log_probs.device),
     )
 
 
@@ -346,4 +352,5 @@ def build_tree(
         TILE=_TILE,
         HAS_BOUND=max_nodes is not None,
         num_warps=4 if count <= 128 else 8,
+        **chained(roots.device),
     )

@@ -3,6 +3,8 @@ every block edge."""
 
 from __future__ import annotations
 
+import functools
+import operator
 import random
 from dataclasses import dataclass
 
@@ -18,7 +20,8 @@ from sgl_spec_kernels import tree_attn, tree_attn_ref
 @dataclass(frozen=True)
 class Case:
     """requests: (prefix, columns of the tree that are there, new rows) each. catches: what a wrong
-    kernel would do here."""
+    kernel would do here. fillers: last rows of each request that see just the first new column, and
+    that no row sees, themselves included."""
 
     catches: str
     requests: list[tuple[int, int, int]]
@@ -26,6 +29,7 @@ class Case:
     kv_heads: int = 2
     dim: int = 16
     tree: bool = True
+    fillers: int = 0
 
 
 # With splits of 32 columns and blocks of 16: a few blocks each, the interpreter is slow.
@@ -37,6 +41,7 @@ SMALL = {
     "rows of two blocks": Case("rows of the second block", [(17, 0, 11), (3, 0, 2)]),
     "bit 63": Case("the sign bit of a word", [(3, 60, 4)], heads=1, kv_heads=1),
     "odd head size": Case("columns past the head", [(18, 2, 2)], heads=3, kv_heads=1, dim=24),
+    "filler rows": Case("what no one wrote", [(18, 9, 4), (0, 0, 3), (37, 2, 20)], fillers=2),
     "causal chunk": Case("a mask at the wrong corner", [(13, 0, 20), (0, 0, 5)], tree=False),
 }
 _EDGES = [1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4097]
@@ -51,6 +56,9 @@ LARGE = {
         dim=64,
     ),
     "wide group": Case("16 rows a token", [(300, 3, 3)], heads=32, kv_heads=2, dim=256),
+    "filler rows": Case(
+        "what no one wrote", [(500, 0, 8), (1, 9, 3), (0, 30, 33)], heads=32, kv_heads=8, fillers=2
+    ),
     "one request": Case("many splits", [(7777, 0, 5)], heads=32, kv_heads=8, dim=128),
     "chunks": Case(
         "causal blocks", [(0, 0, 700), (333, 0, 257), (64, 0, 1)], 32, 8, 128, tree=False
@@ -60,7 +68,8 @@ LARGE = {
 
 
 def run(case: Case, dtype: torch.dtype, device: str, seed: int) -> tuple[Tensor, Tensor]:
-    """(kernel's, twin's in float32). Slots lie scattered, unused ones hold NaN."""
+    """(kernel's, twin's in float32). Slots lie scattered; unused ones hold NaN, and so do, for
+    the kernel, those that no row sees."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     count, lens = len(case.requests), [n for _, _, n in case.requests]
@@ -69,12 +78,16 @@ def run(case: Case, dtype: torch.dtype, device: str, seed: int) -> tuple[Tensor,
     rows = torch.randperm(count + 1)[:count]
     kv = torch.full((2, table.numel() + 4, case.kv_heads, case.dim), torch.nan)
     words: list[int] = []
+    unseen: list[Tensor] = []
     for row, (prefix, tree, new) in zip(rows.tolist(), case.requests, strict=True):
         used = table[row, : prefix + tree + new]
         kv[:, used] = torch.randn(2, len(used), *kv.shape[2:])
         if case.tree:
             parents = [rng.randrange(i) for i in range(1, tree + new)]
-            words += tree_words([-1, *parents])[0][tree:]
+            rest = [1] * case.fillers
+            words += tree_words([-1, *parents])[0][tree : tree + new - len(rest)] + rest
+            seen = functools.reduce(operator.or_, words[len(words) - new :])
+            unseen += [used[prefix + j] for j in range(tree + new) if not seen >> j & 1]
     qkv = torch.randn(sum(lens), case.heads + 1, case.dim)  # q as a slice of wider rows
     args = [
         table.int(),
@@ -85,18 +98,21 @@ def run(case: Case, dtype: torch.dtype, device: str, seed: int) -> tuple[Tensor,
         torch.tensor([tree for _, tree, _ in case.requests]) if case.tree else None,
     ]
     args = [None if arg is None else arg.to(device) for arg in args]
-    q, (k, v) = qkv.to(device, dtype)[:, : case.heads], kv.to(device, dtype)
+    q, kv = qkv.to(device, dtype)[:, : case.heads], kv.to(device, dtype)
+    q32, (k32, v32) = q.float().contiguous(), kv.float()
+    if unseen:
+        kv = kv.clone()
+        kv[:, torch.stack(unseen).to(device)] = torch.nan
     group, longest, scale = case.heads // case.kv_heads, max(lens), case.dim**-0.5
     work = tree_attn.attn_work(count, case.kv_heads, longest, group, case.dim, device)
     plan = tree_attn.plan_tree_attn(
         *args, heads_per_kv=group, kv_heads=case.kv_heads, max_q_len=longest, work=work
     )
-    found = tree_attn.tree_attn(q, k, v, plan, scale)
-    again = tree_attn.tree_attn(q, k, v, plan, scale)  # the counters are back at zero
+    found = tree_attn.tree_attn(q, kv[0], kv[1], plan, scale)
+    again = tree_attn.tree_attn(q, kv[0], kv[1], plan, scale)  # the counters are back at zero
     assert torch.equal(found, again), "two launches differ"
     assert not work.arrived.any()
     twin = tree_attn_ref.plan_tree_attn(*args, heads_per_kv=group, dtype=torch.float32)
-    q32, k32, v32 = q.float().contiguous(), k.float(), v.float()
     return found, tree_attn_ref.tree_attn(q32, k32, v32, twin, scale)
 
 
