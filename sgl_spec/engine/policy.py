@@ -20,6 +20,10 @@ SHARED_PREFILL_TOKENS = 32
 TRIED_PER_STEP = 128
 
 
+# Forwards that a prompt being computed lets shorter ones go first.
+PATIENCE = 8
+
+
 @dataclass(frozen=True, slots=True)
 class PoolCounts:
     """Slots as the policy sees them. free: owned by nobody. evictable: cached and used by
@@ -77,20 +81,38 @@ def retract_order(output_lens: Sequence[int], prompt_lens: Sequence[int]) -> lis
     return sorted(range(len(output_lens)), key=lambda i: (output_lens[i], -prompt_lens[i], -i))
 
 
+def prefill_order(unfilled: Sequence[int], passed: Sequence[int]) -> list[int]:
+    """Indices of the prompts being computed, in the order in which the next forward takes them:
+    the fewest missing tokens first, equals in order of admission.
+
+    Of a burst that is computed one after the other most first tokens then come early, and the last
+    one no later than in any other order. So that a long prompt is not passed over for ever, one
+    that PATIENCE forwards went past comes before all others, such prompts in order of admission.
+    """
+    late = [count >= PATIENCE for count in passed]
+    return sorted(range(len(unfilled)), key=lambda i: (not late[i], 0 if late[i] else unfilled[i]))
+
+
 def split_prefill(unfilled: Sequence[int], budget: int, *, chunked: bool) -> list[int]:
     """How many tokens of each prefilling request the next forward takes, in order.
 
-    A forward holds at most `budget` tokens. Chunked, a prompt may be cut anywhere; otherwise
-    prompts go whole, and one longer than the budget goes alone.
+    A forward holds at most `budget` tokens, and prompts go whole while they fit: the end of one
+    that is cut waits for the next forward, so the tokens of its beginning would only make this one
+    longer for the others. Chunked, the next prompt is cut all the same if the forward would be less
+    than half full, which wastes the machine. Otherwise a prompt longer than the budget goes alone.
     """
     takes: list[int] = []
     left = budget
     for want in unfilled:
-        take = min(want, left) if chunked else want
-        if take <= 0 or (take > left and takes):
-            break
-        takes.append(take)
-        left -= take
+        if want <= left:
+            takes.append(want)
+            left -= want
+            continue
+        if chunked and left > budget // 2:
+            takes.append(left)
+        elif not chunked and not takes:
+            takes.append(want)
+        break
     return takes
 
 

@@ -19,6 +19,13 @@ def keep_logprobs(reqs: list[Req], output: StepOutput) -> None:
             req.logprobs.output.extend(new.part(0, kept))
 
 
+def is_due(req: Req, stream_interval: int) -> bool:
+    """Whether a running request reports now: the first token at once, then every so many."""
+    fresh = req.output_len - req.reported
+    enough = fresh >= stream_interval or (fresh > 0 and req.reported == 0)
+    return req.stream and enough
+
+
 def chunk_of(req: Req) -> OutputChunk:
     """What a request has to tell since its last chunk."""
     ids = req.ids[req.prompt_len + req.reported :]

@@ -52,8 +52,9 @@ class Req:
 
     ids: prompt and output. While decoding, ids has holding.committed_len + 1 tokens: the last one
     is the next tree's root. reported: output tokens already sent. drafted: tokens of ids the
-    drafter was given. job: its grammar being compiled. constraint: its grammar, at the end of ids;
-    it stays there through a retraction.
+    drafter was given. in_flight: batches with this request that are launched and not collected.
+    passed: forwards of other prompts since this one could be computed. job: its grammar being
+    compiled. constraint: its grammar, at the end of ids; it stays there through a retraction.
     """
 
     rid: str
@@ -74,6 +75,8 @@ class Req:
     admissions: int = 0
     drafted: int = 0
     reported: int = 0
+    in_flight: int = 0
+    passed: int = 0
     finish: FinishReason | None = None
 
     @property

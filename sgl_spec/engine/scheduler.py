@@ -1,4 +1,9 @@
-"""Who runs when. One thread, one step at a time; the worker does the computing."""
+"""Who runs when. One thread, one step at a time; the worker does the computing.
+
+A worker on a device lets the scheduler launch a batch before it has collected the one before, so
+that the device never waits for the host. What the host then knows of a request in flight is one
+batch old: its committed length, and that it has not ended.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +11,30 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
-import numpy as np
-
-from sgl_spec.engine.batch import Batch, DecodeBatch, PrefillBatch, StepOutput
-from sgl_spec.engine.grammar_jobs import TIMEOUT_S, CompileJob, GrammarJobs
+from sgl_spec.engine.batch import Batch, Computed, DecodeBatch, PrefillBatch, StepOutput
+from sgl_spec.engine.compiling import Compiling
+from sgl_spec.engine.grammar_jobs import GrammarJobs
 from sgl_spec.engine.metrics import EngineCounters
+from sgl_spec.engine.plan import Flight, Plan, decode_plan, prefill_plan
 from sgl_spec.engine.policy import (
     TRIED_PER_STEP,
     Need,
     admission_order,
     can_admit,
     prefill_next,
+    prefill_order,
     retract_order,
     split_prefill,
     tree_reserve,
     waits_for_prefix,
 )
-from sgl_spec.engine.replies import chunk_of, keep_logprobs
+from sgl_spec.engine.replies import chunk_of, is_due, keep_logprobs
 from sgl_spec.engine.req import Phase, Req
+from sgl_spec.engine.runner import Runner
 from sgl_spec.engine.slots import SlotManager
 from sgl_spec.messages import OutputChunk
 from sgl_spec.request import FinishReason
-
-GRAMMAR_WAIT_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,8 @@ class Limits:
     max_request_tokens: prompt + output tokens that one request can hold when it runs alone.
     prefill_budget: prompt tokens of one forward; chunked: whether a prompt may be cut to fit it.
     draft_tokens: most nodes of a tree, root included (1: no speculation). round_slots: most slots
-    behind the committed tokens that one round writes.
+    behind the committed tokens that one round writes. overlap: whether a batch may be under way
+    while the host does anything else than wait for it.
     """
 
     max_running: int
@@ -52,19 +57,8 @@ class Limits:
     round_slots: int
     schedule_policy: str = "fcfs"
     stream_interval: int = 1
+    overlap: bool = True
     check_every_step: bool = False
-
-
-class Runner(Protocol):
-    """What the scheduler asks of the worker; see `engine.worker.Worker`."""
-
-    def open(self, req: Req) -> None: ...
-    def begin(self, req: Req) -> None: ...
-    def execute(self, batch: Batch) -> StepOutput: ...
-    def observe(self, taken: list[int]) -> None: ...
-    def shareable(self, req: Req) -> int: ...
-    def close(self, row: int) -> None: ...
-    def flush(self) -> None: ...
 
 
 class Scheduler:
@@ -85,18 +79,23 @@ class Scheduler:
         self.slots = slots
         self.limits = limits
         self.counters = counters
-        self.grammars = grammars
-        self.compiling: list[Req] = []  # in order of arrival
+        self.compiling = Compiling(grammars)
         self.waiting: deque[Req] = deque()
         self.running: list[Req] = []  # in admission order; phase PREFILL or DECODE
-        self._ended: list[Req] = []
+        self._leaving: list[Req] = []  # ended while in flight: they keep their rows until collected
+        self._ended: list[Req] = []  # to be told
+        self._flights: deque[Flight] = deque()  # in order of launch; between steps at most one
         self._last_was_prefill = False
         self._reserve = tree_reserve(limits.round_slots)
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
-        return bool(self.compiling or self.waiting or self.running or self._ended)
+        return bool(self._wanted() or self._ended or self._flights)
+
+    def _wanted(self) -> bool:
+        """Whether some request has not ended."""
+        return bool(self.compiling or self.waiting or self.running)
 
     def submit(self, req: Req) -> None:
         """Queue a request, or end it at once when it can never run or the queue is full."""
@@ -106,90 +105,97 @@ class Scheduler:
             self._refuse(req, 400, self._too_long(req), "max_new_tokens")
         elif limit is not None and len(self.waiting) + len(self.compiling) >= limit + rows:
             self._refuse(req, 503, "The request queue is full.")
-        elif (grammar := req.sampling.grammar) is not None:
-            assert self.grammars is not None
-            req.job = self.grammars.submit(grammar)
-            req.phase = Phase.GRAMMAR
-            self.compiling.append(req)
+        elif req.sampling.grammar is not None:
+            self.compiling.add(req)
         else:
             self.waiting.append(req)
 
     def abort(self, rid: str | None) -> None:
         """End a request (all of them for None) with an "abort" finish; unknown ids are ignored,
-        because a request may end while its abort is on the way."""
+        because a request may end while its abort is on the way. What a batch in flight gives it is
+        dropped."""
         for req in [r for r in self._live() if rid is None or r.rid == rid]:
             if req.phase is Phase.WAITING:
                 self.waiting.remove(req)
             elif req.phase is Phase.GRAMMAR:
-                self._stop_compiling(req)
+                self.compiling.remove(req)
             self.counters.aborted += 1
             self._end(req, FinishReason(kind="abort", message="Aborted"))
 
     def step(self) -> list[OutputChunk]:
-        """One forward, and what there is to tell about it."""
+        """One batch launched, those that are due collected, and what there is to tell."""
         self._take_compiled()
-        self._admit()
-        reqs, batch = self._next_batch()
-        if batch is None:
-            self._await_grammars()
-        else:
-            output = self.worker.execute(batch)
-            self._commit(reqs, batch, output)
+        plan = self._plan_ahead()
+        if plan is None:
+            self._collect(under_way=0)
+            plan = self._plan()
+        self._launch(plan)
         if self.limits.check_every_step:
-            self.slots.check(self.running)
+            self.slots.check([*self.running, *self._leaving])
         return self._reply()
 
     def flush(self) -> bool:
         """Drop cached prefixes and what the drafter has learned; False while requests are
         running."""
-        if self.compiling or self.waiting or self.running:
+        if self._wanted():
             return False
+        self._collect(under_way=0)
         self.slots.flush()
         self.worker.flush()
         return True
 
-    # --- grammars ---------------------------------------------------------------------------------
-
     def _take_compiled(self) -> None:
         """Let requests queue whose grammar is ready; refuse those whose grammar will not be."""
-        if not self.compiling:
+        for req, problem in self.compiling.take():
+            grammar = req.sampling.grammar
+            assert grammar is not None
+            if problem is None:
+                self.waiting.append(req)
+            else:
+                self._refuse(req, 400, f"{grammar.field} {problem}.", grammar.field)
+
+    # --- launch and collect -----------------------------------------------------------------------
+
+    def _plan_ahead(self) -> Plan | None:
+        """A batch to launch behind the one in flight; None if that is to be collected first."""
+        if not self._flights or not self._flights[-1].ahead:
+            return None
+        plan = self._plan()
+        return plan if plan is not None and self._runs_ahead(plan) else None
+
+    def _runs_ahead(self, plan: Plan) -> bool:
+        """A grammar's next mask needs the tokens of the batch before."""
+        free = all(req.constraint is None for req in plan.reqs)
+        return self.limits.overlap and free and self.worker.runs_ahead(plan.reqs)
+
+    def _launch(self, plan: Plan | None) -> None:
+        """Launch a batch, then collect those before it. A batch in flight stays so until the next
+        step: meanwhile the host sends replies and receives requests."""
+        if plan is None:
+            if not (self.waiting or self._ended):
+                self.compiling.wait()
             return
-        assert self.grammars is not None
-        self.grammars.poll()
-        for req in list(self.compiling):
-            assert req.job is not None
-            if req.job.done:
-                self._take_grammar(req, req.job)
-            elif self.grammars.overdue(req.job):
-                self._refuse_grammar(req, f"takes longer than {TIMEOUT_S:g} s to compile")
+        for req in plan.reqs:
+            assert req.in_flight <= isinstance(plan.batch, DecodeBatch), "known to one batch"
+            req.in_flight += 1
+        launched = self.worker.launch(plan.batch)
+        self._flights.append(Flight(plan, launched, self._runs_ahead(plan)))
+        self._last_was_prefill = isinstance(plan.batch, PrefillBatch)
+        if self._last_was_prefill:
+            for req in self.running:
+                req.passed += req.phase is Phase.PREFILL and not req.in_flight
+        waits = self.limits.overlap and not isinstance(launched, Computed)
+        self._collect(under_way=int(waits))
 
-    def _take_grammar(self, req: Req, job: CompileJob) -> None:
-        if job.error is not None:
-            self._refuse_grammar(req, job.error)
-            return
-        assert self.grammars is not None
-        req.constraint = self.grammars.constraint(job, req.stop_ids, req.sampling.min_new_tokens)
-        self._stop_compiling(req)
-        req.phase = Phase.WAITING
-        self.waiting.append(req)
-
-    def _refuse_grammar(self, req: Req, reason: str) -> None:
-        grammar = req.sampling.grammar
-        assert grammar is not None
-        self._stop_compiling(req)
-        self._refuse(req, 400, f"{grammar.field} {reason}.", grammar.field)
-
-    def _stop_compiling(self, req: Req) -> None:
-        assert self.grammars is not None
-        assert req.job is not None
-        self.compiling.remove(req)
-        self.grammars.release(req.job)
-        req.job = None
-
-    def _await_grammars(self) -> None:
-        """With nothing else to do, wait a moment; messages are read between two steps."""
-        if self.grammars is not None and self.compiling and not (self.waiting or self._ended):
-            self.grammars.wait(GRAMMAR_WAIT_S)
+    def _collect(self, under_way: int) -> None:
+        """Wait for the oldest batches and commit what they gave, until so many are in flight."""
+        while len(self._flights) > under_way:
+            flight = self._flights.popleft()
+            output = self.worker.collect(flight.launched)
+            for req in flight.plan.reqs:
+                req.in_flight -= 1
+            self._commit(flight.plan.reqs, flight.plan.batch, output)
+            self._give_rows_back()
 
     # --- admit ------------------------------------------------------------------------------------
 
@@ -239,57 +245,53 @@ class Scheduler:
 
     # --- batch ------------------------------------------------------------------------------------
 
-    def _next_batch(self) -> tuple[list[Req], Batch | None]:
-        filling = [r for r in self.running if r.phase is Phase.PREFILL]
-        decoding = [r for r in self.running if r.phase is Phase.DECODE]
-        self._last_was_prefill = prefill_next(
-            prefilling=len(filling),
-            decoding=len(decoding),
-            last_was_prefill=self._last_was_prefill,
-        )
-        if self._last_was_prefill:
+    def _plan(self) -> Plan | None:
+        """Let requests in and choose the next batch; None if nobody can run before the batch in
+        flight is collected."""
+        self._admit()
+        filling = [r for r in self.running if r.phase is Phase.PREFILL and not r.in_flight]
+        # The round that a request is in gives it a token, which may be its last.
+        going_on = [r for r in self.running if r.remaining > r.in_flight]
+        decoding = [r for r in going_on if r.phase is Phase.DECODE]
+        last = self._last_was_prefill
+        if prefill_next(prefilling=len(filling), decoding=len(decoding), last_was_prefill=last):
             return self._prefill_batch(filling)
         return self._decode_batch(decoding)
 
-    def _prefill_batch(self, filling: list[Req]) -> tuple[list[Req], Batch]:
-        unfilled = [req.unfilled for req in filling]
+    def _prefill_batch(self, filling: list[Req]) -> Plan:
+        order = prefill_order([r.unfilled for r in filling], [r.passed for r in filling])
+        reqs = [filling[i] for i in order]
+        unfilled = [req.unfilled for req in reqs]
         takes = split_prefill(unfilled, self.limits.prefill_budget, chunked=self.limits.chunked)
-        reqs = filling[: len(takes)]
-        finals = [take == want for take, want in zip(takes, unfilled, strict=False)]
-        return reqs, PrefillBatch(
-            rows=_ints(r.held.row for r in reqs),
-            starts=_ints(r.held.committed_len for r in reqs),
-            takes=_ints(takes),
-            finals=np.array(finals, dtype=np.bool_),
-            unscored=_ints(r.unscored for r in reqs),
-        )
+        return prefill_plan(reqs[: len(takes)], takes)
 
-    def _decode_batch(self, decoding: list[Req]) -> tuple[list[Req], Batch | None]:
-        self._make_room(decoding)
+    def _decode_batch(self, decoding: list[Req]) -> Plan | None:
+        if not self._make_room(decoding):
+            return None
         reqs = [r for r in decoding if r.phase is Phase.DECODE]
         if not reqs:
-            return [], None
+            return None
         for req in reqs:
             self.slots.grow(req, req.held.committed_len + self._reserve)
-        return reqs, DecodeBatch(
-            rows=_ints(r.held.row for r in reqs),
-            committed=_ints(r.held.committed_len for r in reqs),
-            max_nodes=_ints(r.sampling.max_nodes(self.limits.draft_tokens) for r in reqs),
-            remaining=_ints(r.remaining for r in reqs),
-        )
+        return decode_plan(reqs, self.limits.draft_tokens)
 
-    def _make_room(self, decoding: list[Req]) -> None:
-        """Retract requests until the next round of the others has its slots."""
+    def _make_room(self, decoding: list[Req]) -> bool:
+        """Retract requests until the next round of the others has its slots. False if a batch in
+        flight is to be collected before: nobody is retracted whose tokens are on the way, and
+        perhaps nobody need be."""
         order = retract_order(
             [r.output_len for r in self.running], [r.prompt_len for r in self.running]
         )
         victims = [self.running[i] for i in order]
         staying = set(decoding)
         while not self.slots.make_room(self._round_shortfall(staying)):
+            if self._flights:
+                return False
             assert len(victims) > 1, "a request that passed submit fits the pool alone"
             victim = victims.pop(0)
             staying.discard(victim)
             self._retract(victim)
+        return True
 
     def _round_shortfall(self, staying: set[Req]) -> int:
         return sum(self.slots.shortfall(r, r.held.committed_len + self._reserve) for r in staying)
@@ -305,20 +307,24 @@ class Scheduler:
     # --- commit -----------------------------------------------------------------------------------
 
     def _commit(self, reqs: list[Req], batch: Batch, output: StepOutput) -> None:
+        """Give the requests of a collected batch what is theirs. A request that ended while the
+        batch was in flight has no part in it."""
+        live = [req for req in reqs if req.finish is None]
         if isinstance(batch, PrefillBatch):
             for req, take, final, tokens in zip(
                 reqs, batch.takes, batch.finals, output.tokens, strict=True
             ):
-                self._commit_chunk(req, int(take), bool(final), tokens)
+                if req.finish is None:
+                    self._commit_chunk(req, int(take), bool(final), tokens)
         else:
-            self.counters.rounds += 1
+            self.counters.rounds += bool(live)
             taken = [
-                self._commit_round(req, tokens, proposed)
+                self._commit_round(req, tokens, proposed) if req.finish is None else 0
                 for req, tokens, proposed in zip(reqs, output.tokens, output.proposed, strict=True)
             ]
             self.worker.observe(taken)
         keep_logprobs(reqs, output)
-        for req in reqs:
+        for req in live:
             if req.finish is not None:
                 self._end(req, req.finish)
 
@@ -354,12 +360,18 @@ class Scheduler:
         self._ended.append(req)
 
     def _leave(self, req: Req) -> None:
-        """Take a request off its row; its committed tokens stay reusable."""
-        row = req.held.row
+        """Take a request out of what runs; its committed tokens stay reusable. Its slots are free
+        at once, its row when it is in no batch any more."""
         self.running.remove(req)
-        keep = min(self.worker.shareable(req), len(req.ids))
-        self.worker.close(row)
-        self.slots.close(req, keep)
+        self.slots.release(req, min(self.worker.shareable(req), len(req.ids)))
+        self._leaving.append(req)
+        self._give_rows_back()
+
+    def _give_rows_back(self) -> None:
+        for req in [r for r in self._leaving if not r.in_flight]:
+            self._leaving.remove(req)
+            self.worker.close(req.held.row)
+            self.slots.give_row(req)
 
     def _refuse(self, req: Req, status: int, message: str, param: str | None = None) -> None:
         self.counters.aborted += 1
@@ -379,16 +391,8 @@ class Scheduler:
         yield from self.running
 
     def _reply(self) -> list[OutputChunk]:
-        chunks = [chunk_of(req) for req in self.running if self._due(req)]
+        interval = self.limits.stream_interval
+        chunks = [chunk_of(req) for req in self.running if is_due(req, interval)]
         chunks += [chunk_of(req) for req in self._ended]
         self._ended.clear()
         return chunks
-
-    def _due(self, req: Req) -> bool:
-        fresh = req.output_len - req.reported
-        enough = fresh >= self.limits.stream_interval or (fresh > 0 and req.reported == 0)
-        return req.stream and enough
-
-
-def _ints(values: Iterator[int] | list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    return np.fromiter(values, dtype=np.int64)

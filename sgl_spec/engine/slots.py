@@ -146,16 +146,20 @@ class SlotManager:
             self.pages.free(result.duplicates)
         held.shared_len = length
 
-    def close(self, req: Req, keep: int) -> None:
-        """Take everything back from a request that ends or is retracted; its first `keep` tokens
-        stay reusable until their slots are needed."""
+    def release(self, req: Req, keep: int) -> None:
+        """Take the slots back from a request that ends or is retracted; its first `keep` tokens
+        stay reusable until their slots are needed. Its row is its own until `give_row`."""
         self.publish(req, keep)
         held = req.held
         own = self.table.slots(held.row, held.shared_len, held.allocated_len)
         if len(own):
             self.pages.free(own)
         self.unpin(req)
-        self.table.give_row(held.row)
+        req.holding = Holding(held.row)
+
+    def give_row(self, req: Req) -> None:
+        """Take the row back from a request that was released."""
+        self.table.give_row(req.held.row)
         req.holding = None
 
     def flush(self) -> None:

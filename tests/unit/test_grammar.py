@@ -13,6 +13,7 @@ from fake_grammar import Counting, compile_counting, listed, mask_of, plain
 from fakes import EOS, VOCAB, RandomDrafter, SumModel
 from rig import NODES, Rig
 
+from sgl_spec.engine.compiling import Compiling
 from sgl_spec.engine.grammar_jobs import GrammarJobs
 from sgl_spec.request import SamplingParams
 from sgl_spec.speculative.base import DraftBatch
@@ -343,7 +344,7 @@ class GrammarRig(Rig):
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
-        self.scheduler.grammars = GrammarJobs(compile_counting, VOCAB)
+        self.scheduler.compiling = Compiling(GrammarJobs(compile_counting, VOCAB))
 
     def know(self, texts: dict[int, list[int]]) -> None:
         self.drafter = Knowing(NODES, texts)

@@ -12,6 +12,7 @@ from fakes import VOCAB
 from rig import Rig
 
 from sgl_spec.engine import grammar_jobs
+from sgl_spec.engine.compiling import Compiling
 from sgl_spec.engine.grammar import GrammarError
 from sgl_spec.engine.grammar_jobs import AT_ONCE, MAX_THREADS, TIMEOUT_S, CompileJob, GrammarJobs
 from sgl_spec.request import Grammar
@@ -60,7 +61,7 @@ def clock() -> Clock:
 @pytest.fixture
 def rig(gated: Gated, clock: Clock) -> Rig:
     rig = Rig(drafter="random", rows=4)
-    rig.scheduler.grammars = GrammarJobs(gated, VOCAB, clock)
+    rig.scheduler.compiling = Compiling(GrammarJobs(gated, VOCAB, clock))
     return rig
 
 
@@ -184,7 +185,7 @@ def test_an_abort_while_the_grammar_is_compiled(rig: Rig, gated: Gated) -> None:
 
 def test_requests_that_wait_for_a_grammar_are_in_the_queue(gated: Gated) -> None:
     rig = Rig(rows=1, max_queued=2)
-    rig.scheduler.grammars = GrammarJobs(gated, VOCAB)
+    rig.scheduler.compiling = Compiling(GrammarJobs(gated, VOCAB))
     for i in range(5):
         rig.submit(str(i), [1, 2, 3], regex="2,4", max_new_tokens=9)
     rig.step()

@@ -279,16 +279,17 @@ def proposed_sizes(rig: Rig) -> dict[int, set[int]]:
     """Row to sizes of its verified trees, filled while the rig runs."""
     sizes: dict[int, set[int]] = {}
     worker = rig.scheduler.worker
-    execute = worker.execute
+    launch = worker.launch
 
     def spying(batch: Any) -> Any:
-        output = execute(batch)
+        launched = launch(batch)
         if isinstance(batch, DecodeBatch):
-            for row, drafted in zip(batch.rows.tolist(), output.proposed, strict=True):
+            proposed = worker.collect(launched).proposed
+            for row, drafted in zip(batch.rows.tolist(), proposed, strict=True):
                 sizes.setdefault(row, set()).add(drafted)
-        return output
+        return launched
 
-    worker.execute = spying  # type: ignore[method-assign]
+    worker.launch = spying  # type: ignore[method-assign]
     return sizes
 
 
