@@ -17,6 +17,7 @@ import torch
 
 _PACKAGES = ("numpy", "torch", "transformers", "tokenizers", "triton")
 _REPOSITORY = Path(__file__).resolve().parents[2]
+_COMMIT, _DIRTY = "SGL_SPEC_COMMIT", "+dirty"
 
 
 def say(text: str) -> None:
@@ -28,12 +29,14 @@ def provenance(argv: Sequence[str], seed: int | None = None) -> dict[str, Any]:
     """Conditions of a run: time, commit, command, seed, hardware, versions.
 
     argv: the command as a user would type it. `dirty` tells whether tracked files differed from the
-    commit; both are None outside a git checkout.
+    commit; both are None outside a git checkout, unless SGL_SPEC_COMMIT says them (a hash, then
+    "+dirty" if they did), as for a copy of the files on another machine.
     """
+    commit, dirty = _commit()
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": _is_dirty(),
+        "commit": commit,
+        "dirty": dirty,
         "argv": list(argv),
         "seed": seed,
         "hardware": hardware(),
@@ -59,6 +62,7 @@ def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
+        "cuda": torch.version.cuda,
     }
     for package in _PACKAGES:
         try:
@@ -96,6 +100,13 @@ def _cpu_model() -> str:
         return platform.processor() or platform.machine()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    said = os.environ.get(_COMMIT)
+    if said:
+        return said.removesuffix(_DIRTY), said.endswith(_DIRTY)
+    return _git("rev-parse", "HEAD"), _is_dirty()
 
 
 def _is_dirty() -> bool | None:

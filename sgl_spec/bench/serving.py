@@ -4,7 +4,7 @@ Tokens per second, time to first token, time per token, inter-token latencies (`
 what these are) and accept length, of this server, SGLang (/generate) or any server with OpenAI's
 completions. Before each level some warm-up prompts are served at its concurrency, then the caches
 are flushed. Lines of a prompt file are {"prompt": text} or {"messages": [...]}; the latter go to
-/v1/chat/completions.
+/v1/chat/completions. --launch starts a server of ours and stops it at the end.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import argparse
 import asyncio
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import orjson
 import uvloop
 
 from sgl_spec.bench.load import Call, Target, ask, closed_loop
+from sgl_spec.bench.own_server import OwnServer, own_server
 from sgl_spec.bench.report import provenance, say, table, write_row
 from sgl_spec.bench.streams import Level, level_of, read_answer
 from sgl_spec.errors import ConfigError, SglSpecError
@@ -33,6 +35,7 @@ _SHOWN = re.compile(
     r"max_total_\w*tokens|mem_fraction_static|disable_\w+|cuda_graph_\w+|chunked_prefill_size|"
     r"acceptance_rule|simulate_acc_len|speculative_\w+|random_seed|schedule_policy"
 )
+DEFAULT_URL = "http://127.0.0.1:30000"
 _VLLM_ROUNDS = "vllm:spec_decode_num_drafts_total"
 _VLLM_ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 
@@ -161,8 +164,19 @@ async def run_level(backend: Backend, calls: Sequence[Call], concurrency: int) -
     return level_of(answers, concurrency, backend.workload.max_tokens)
 
 
-async def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[Level]]:
-    """All levels, and the conditions under which they ran."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A level. again: its prompts had been served just before, and nothing was flushed since."""
+
+    level: Level
+    again: bool
+
+
+Take = Callable[[dict[str, Any], Measured], None]
+
+
+async def run(options: argparse.Namespace, take: Take) -> list[Measured]:
+    """All levels; each goes to `take`, with the conditions under which it ran, when it is there."""
     target = Target(options.url, options.api_key, options.timeout)
     prompts, warm = read_prompts(options.prompts), read_prompts(options.warmup)
     levels = read_levels(options.levels, len(prompts))
@@ -171,56 +185,94 @@ async def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[Level]]
     if model is None:
         model = (await _json(target, "/v1/models"))["data"][0]["id"]
     backend = Backend(options.backend, target, workload, model)
-    found, flushed = [], False
-    for concurrency, count in levels:
-        say(f"Concurrency {concurrency}: warming up, then {count} requests.")
-        warming = [backend.call(line) for line in warm[: max(2, concurrency)]]
-        failed = [r.problem for r in await closed_loop(target, warming, concurrency) if r.problem]
-        if failed:
-            say(f"  {len(failed)} of {len(warming)} warm-up requests failed: {failed[0]}")
-        flushed = await backend.flush(options.flush_path)
-        calls = [backend.call(line) for line in prompts[:count]]
-        found.append(await run_level(backend, calls, concurrency))
-        for problem in found[-1].problems:
-            say(f"  {found[-1].errors} of {count} failed, for instance: {problem}")
     conditions = {
         "backend": options.backend,
         "model": model,
         "workload": asdict(workload) | {"prompts": options.prompts, "warmup": options.warmup},
-        "flushed": flushed,
         "server": await backend.about(),
     }
-    return conditions, found
+    found = []
+    for concurrency, count in levels:
+        say(f"Concurrency {concurrency}: warming up, then {count} requests.")
+        conditions["flushed"] = await _warm_up(backend, warm, concurrency, options.flush_path)
+        calls = [backend.call(line) for line in prompts[:count]]
+        for again in (False, True)[: 1 + options.again]:
+            found.append(Measured(await run_level(backend, calls, concurrency), again))
+            for problem in found[-1].level.problems:
+                say(f"  {found[-1].level.errors} of {count} failed, for instance: {problem}")
+            take(conditions, found[-1])
+    return found
 
 
-def print_levels(levels: Sequence[Level]) -> None:
+async def _warm_up(
+    backend: Backend, prompts: Sequence[dict[str, Any]], concurrency: int, flush_path: str | None
+) -> bool:
+    """Serve some prompts at a level's concurrency, forget them; whether they could be forgotten."""
+    warming = [backend.call(line) for line in islice(cycle(prompts), max(2, concurrency))]
+    replies = await closed_loop(backend.target, warming, concurrency)
+    failed = [reply.problem for reply in replies if reply.problem]
+    if failed:
+        say(f"  {len(failed)} of {len(warming)} warm-up requests failed: {failed[0]}")
+    return await backend.flush(flush_path)
+
+
+def print_levels(found: Sequence[Measured]) -> None:
     """The table; times in ms."""
     header = ["concurrency", "requests", "errors", "tokens/s", "requests/s"]
     header += ["TTFT p50", "p99", "TPOT p50", "p99", "ITL p50", "p99", "accept length"]
     rows = []
-    for level in levels:
+    for one in found:
+        level = one.level
         times: list[object] = []
         for ms in (level.ttft_ms, level.tpot_ms, level.itl_ms):
             times += ["-", "-"] if ms is None else [ms.p50, ms.p99]
         length = "-" if level.accept_length is None else f"{level.accept_length:.3f}"
         mark = "" if level.simulated is None else " simulated"
-        first = [level.concurrency, level.requests, level.errors]
-        rows.append([*first, level.tokens_per_s, level.requests_per_s, *times, f"{length}{mark}"])
+        first = [f"{level.concurrency}{' again' if one.again else ''}", level.requests]
+        first += [level.errors, level.tokens_per_s, level.requests_per_s]
+        rows.append([*first, *times, f"{length}{mark}"])
     print(table(header, rows))
 
 
 def main(argv: Sequence[str]) -> None:
     """`python -m sgl_spec.bench serving`. Raises `SglSpecError` when a level had no answer."""
     options = _parser().parse_args(argv)
+    if options.launch is None:
+        options.url = options.url or DEFAULT_URL
+        _measure(options, argv, None)
+        return
+    if options.url is not None or options.backend != "sgl-spec":
+        raise ConfigError("--launch starts a server of ours: --url and --backend say another.")
+    with own_server(options.launch, options.ready_timeout) as server:
+        options.url = server.url
+        say(f"Ready after {server.started.seconds:.1f} s.")
+        _measure(options, argv, server)
+
+
+def _measure(options: argparse.Namespace, argv: Sequence[str], server: OwnServer | None) -> None:
+    command = ["python", "-m", "sgl_spec.bench", "serving", *_without_key(argv)]
+    own = {} if server is None else {"start": asdict(server.started)}
+
+    def take(conditions: dict[str, Any], one: Measured) -> None:
+        if options.json:
+            row = {**provenance(command), **conditions, **own}
+            write_row(Path(options.json), row | {"again": one.again, "level": asdict(one.level)})
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        conditions, levels = runner.run(run(options))
-    print_levels(levels)
-    if options.json:
-        command = ["python", "-m", "sgl_spec.bench", "serving", *_without_key(argv)]
-        row = {**provenance(command), **conditions, "levels": [asdict(one) for one in levels]}
-        write_row(Path(options.json), row)
-    if any(level.errors == level.requests for level in levels):
+        found = runner.run(run(options, take))
+    print_levels(found)
+    if server is not None:
+        print(_started(server))
+    if any(one.level.errors == one.level.requests for one in found):
         raise SglSpecError("No request of a level was answered.")
+
+
+def _started(server: OwnServer) -> str:
+    before, after = server.started.triton_cache_entries
+    return (
+        f"ready after {server.started.seconds:.1f} s; kernels in the triton cache before "
+        f"{before or 0}, after {after or 0}"
+    )
 
 
 def _without_key(argv: Sequence[str]) -> list[str]:
@@ -234,8 +286,10 @@ def _without_key(argv: Sequence[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sgl_spec.bench serving", description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:30000")
+    parser = argparse.ArgumentParser(
+        prog="python -m sgl_spec.bench serving", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--url", help=f"of a running server (default: {DEFAULT_URL})")
     parser.add_argument("--backend", default="sgl-spec", choices=BACKENDS)
     parser.add_argument(
         "--levels",
@@ -253,5 +307,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--flush-path", help="POSTed before a level (openai: default none)")
     parser.add_argument("--api-key")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds of one request")
-    parser.add_argument("--json", help="append one JSON row to this file")
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="each level twice: the second time an n-gram drafter has seen its texts",
+    )
+    parser.add_argument("--json", help="append a JSON row for each level to this file")
+    parser.add_argument("--ready-timeout", type=float, default=600.0, help="seconds, with --launch")
+    parser.add_argument(
+        "--launch",
+        nargs=argparse.REMAINDER,
+        metavar="FLAG",
+        help="start a server of ours with all the flags that follow, and stop it at the end",
+    )
     return parser

@@ -1,0 +1,137 @@
+"""A server of this package, started for a measurement and stopped behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_spec.errors import ConfigError
+
+HOST = "127.0.0.1"
+_ENTRY = "from sgl_spec.server.launch import main; main()"
+_POLL_S = 0.02
+_STOP_S = 45.0  # the server gives running requests 30
+_LAST_WORDS = 3000
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """How a server came up. seconds: from the command to /health's 200. triton_cache_entries: what
+    was compiled already before (None: no such directory) and is now."""
+
+    flags: list[str]
+    seconds: float
+    triton_cache: str
+    triton_cache_entries: tuple[int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnServer:
+    """A ready server. pid: of the API process, which leads the session that the engine is in."""
+
+    url: str
+    pid: int
+    log: Path
+    started: Started
+
+
+@contextlib.contextmanager
+def own_server(flags: Sequence[str], timeout_s: float = 600.0) -> Iterator[OwnServer]:
+    """Serve with `flags` (those of the command line; the port is found unless given).
+
+    Raises `ConfigError` with the end of its log if it ends or is not ready within `timeout_s`.
+    """
+    with tempfile.TemporaryDirectory(prefix="sgl-spec-bench-") as directory:
+        log = Path(directory) / "server.log"
+        command, port = _command(flags)
+        before, start = _cache_entries(), time.perf_counter()
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            _wait(process, port, timeout_s, log)
+            seconds = time.perf_counter() - start
+            entries = (before, _cache_entries())
+            started = Started(list(flags), seconds, str(triton_cache()), entries)
+            yield OwnServer(f"http://{HOST}:{port}", process.pid, log, started)
+        finally:
+            _stop(process)
+
+
+def triton_cache() -> Path:
+    """Where triton keeps what it compiled."""
+    home = Path(os.environ.get("TRITON_HOME", Path.home()))
+    return Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache"))
+
+
+def _cache_entries() -> int | None:
+    cache = triton_cache()
+    return sum(1 for _ in cache.iterdir()) if cache.is_dir() else None
+
+
+def _command(flags: Sequence[str]) -> tuple[list[str], int]:
+    given = [i for i, flag in enumerate(flags) if flag == "--port" or flag.startswith("--port=")]
+    command = [sys.executable, "-c", _ENTRY, *flags]
+    if given:
+        last = flags[given[-1]]
+        text = last.partition("=")[2] if "=" in last else " ".join(flags[given[-1] + 1 :][:1])
+        if not text.isdecimal():
+            raise ConfigError(f"--port must be an integer, got {text!r}.")
+        return command, int(text)
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port = int(probe.getsockname()[1])
+    return [*command, "--port", str(port)], port
+
+
+def _wait(process: subprocess.Popen[Any], port: int, timeout_s: float, log: Path) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise ConfigError(f"The server ended with code {process.returncode}:\n{end_of(log)}")
+        if _healthy(port):
+            return
+        time.sleep(_POLL_S)
+    raise ConfigError(f"The server was not ready within {timeout_s:g} s:\n{end_of(log)}")
+
+
+def _healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection(HOST, port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def end_of(log: Path) -> str:
+    """The last words in a log."""
+    return log.read_text(encoding="utf-8", errors="replace")[-_LAST_WORDS:]
+
+
+def _stop(process: subprocess.Popen[Any]) -> None:
+    """As a terminal would; then, for whatever is left of its session, without asking."""
+    process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_STOP_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
