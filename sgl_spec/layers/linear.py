@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from sgl_spec.layers.skinny import Skinny  # needs triton, which a CPU does without
 
 _packed: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
 _packed_add: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.binary
@@ -28,10 +32,11 @@ def can_pack(weight: Tensor) -> bool:
 class Linear:
     """A dense layer. weight: [out, in], repacked where that pays. bias: [out] or None."""
 
-    __slots__ = ("bias", "packed", "weight")
+    __slots__ = ("bias", "packed", "skinny", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.bias = bias
+        self.skinny: Skinny | None = None
         self.packed = can_pack(weight)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight
 
@@ -39,13 +44,26 @@ class Linear:
         """x: [rows, in] -> [rows, out]."""
         if self.packed:
             return _packed(x, self.weight, self.bias, "none", [], "")
+        if self.skinny is not None and (found := self._by_skinny(x)) is not None:
+            return found
         return F.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + layer(x). residual: [rows, out], left as it is."""
         if self.packed:
             return _packed_add(x, residual, self.weight, self.bias, "add")
+        if self.skinny is not None and (found := self._by_skinny(x, residual)) is not None:
+            return found
         return F.linear(x, self.weight, self.bias).add_(residual)
+
+    def add_into(self, stream: Tensor, x: Tensor) -> None:
+        """stream += layer(x), in one launch where there is no bias. stream: [rows, out]."""
+        if self.skinny is not None and self._by_skinny(x, stream, stream) is not None:
+            return
+        if self.packed or self.bias is not None:
+            stream.add_(self(x))
+        else:
+            stream.addmm_(x, self.weight.t())
 
     def plain_weight(self) -> Tensor:
         """The weight [out, in] in the ordinary layout: a copy where it is packed."""
@@ -54,3 +72,24 @@ class Linear:
     def tensors(self) -> list[Tensor]:
         """The weight as stored, and the bias if there is one."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    def _by_skinny(
+        self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor | None:
+        """By our own kernel, if it is faster for so many rows."""
+        assert self.skinny is not None
+        shape = self.skinny.shape(x, self.weight)
+        if shape is None:
+            return None
+        return self.skinny.product(x, self.weight, self.bias, residual, out, shape)
+
+
+def use_tuned(linears: Sequence[Linear], device: torch.device) -> None:
+    """Let the layers of one model, or some of them, take the measured best product; they share a
+    work space."""
+    from sgl_spec.layers.skinny import Skinny
+
+    plain = [layer for layer in linears if not layer.packed]
+    shared = Skinny([(layer.weight.shape[0], layer.weight.shape[1]) for layer in plain], device)
+    for layer in plain:
+        layer.skinny = shared

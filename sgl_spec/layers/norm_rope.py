@@ -34,6 +34,13 @@ def rotary_rows(
     )
 
 
+def rotary_tables(count: int, inv_freq: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
+    """cos and sin at positions 0 .. count - 1, [count, head_dim / 2] float32 each."""
+    positions = torch.arange(count, dtype=torch.float32, device=inv_freq.device)
+    angles = positions[:, None] * inv_freq
+    return angles.cos() * attention_factor, angles.sin() * attention_factor
+
+
 def rotate(x: Tensor, rotary: RotaryRows) -> Tensor:
     """Rotate pairs (i, i + head_dim / 2) of every head. x: [T, heads, head_dim]."""
     swapped = x.roll(x.shape[-1] // 2, -1)

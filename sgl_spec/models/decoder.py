@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from sgl_spec.layers.backend import Kernels, resolve_backend
 from sgl_spec.layers.context import ForwardBatch, KVCache
-from sgl_spec.layers.linear import Linear
+from sgl_spec.layers.linear import Linear, use_tuned
 from sgl_spec.layers.norm_rope import rms_norm
 from sgl_spec.models.config import ModelConfig
+from sgl_spec.models.features import Features
 from sgl_spec.models.layer import DecoderLayer, LayerStack, WeightSource, total_bytes
+
+if TYPE_CHECKING:
+    from sgl_spec.models.fused import FusedLayers  # needs triton, which a CPU does without
 
 
 class Decoder:
@@ -37,9 +43,13 @@ class Decoder:
         self.norm = weights("model.norm.weight")
         tied = config.tie_word_embeddings
         self.lm_head = Linear(self.embedding if tied else weights("lm_head.weight"))
+        if self.stack.fused is not None:
+            use_tuned([*self.stack.linears(), self.lm_head], self.device)
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Write the KV of every row at `batch.slots`; the final-normed hidden [T, hidden_size]."""
+        if self.stack.fused is not None:
+            return self._forward_fused(self.stack.fused, batch, kv, ())[0]
         shared = self.stack.share(batch)
         hidden = self.embedding.index_select(0, batch.tokens)
         for layer, k_cache, v_cache in self.stack.caches(kv):
@@ -57,6 +67,8 @@ class Decoder:
         count = self.config.num_layers
         assert layers, "nothing to capture"
         assert all(0 <= layer <= count for layer in layers), f"{layers} of {count} layers"
+        if self.stack.fused is not None:
+            return self._forward_fused(self.stack.fused, batch, kv, layers)
         shared = self.stack.share(batch)
         wanted: dict[int, Tensor] = {}
         hidden = self.embedding.index_select(0, batch.tokens)
@@ -66,6 +78,21 @@ class Decoder:
             hidden = layer(hidden, k_cache, v_cache, shared)
         wanted[count] = rms_norm(hidden, self.norm, self.config.rms_norm_eps)
         return wanted[count], torch.cat([wanted[layer] for layer in layers], dim=-1)
+
+    def _forward_fused(
+        self, fused: FusedLayers, batch: ForwardBatch, kv: KVCache, layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """(final-normed hidden, features of `layers`)."""
+        stream = self.embedding.index_select(0, batch.tokens)
+        features = Features(layers, stream)
+        last, inner = fused.run(
+            stream, self.stack.caches(kv), fused.share(batch), entering=features.keep
+        )
+        hidden = fused.norm(last.down(inner), self.norm, self.config.rms_norm_eps, stream)
+        if layers == (self.config.num_layers,):
+            return hidden, hidden
+        features.keep(self.config.num_layers, hidden)
+        return hidden, features.rows
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, vocab_size] float32 of final-normed rows. hidden: [R, hidden_size]."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sgl_spec.layers.backend import resolve_backend
 from sgl_spec.layers.context import ForwardBatch, KVCache
-from sgl_spec.layers.linear import Linear
+from sgl_spec.layers.linear import Linear, use_tuned
 from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.draft_config import HeadConfig
 from sgl_spec.models.layer import DecoderLayer, LayerStack, WeightSource, total_bytes
@@ -68,6 +68,9 @@ class EagleHead:
         if hot_ids is not None:
             self.token_ids = hot_ids.to(target.device)
             self._head, self.logit_width = target.head_rows(self.token_ids), len(hot_ids)
+        if self._stack.fused is not None:
+            own = [] if hot_ids is None else [self._head]
+            use_tuned([*self._stack.linears(), self._fc, *own], target.device)
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's final hidden rows are the features."""
@@ -76,9 +79,14 @@ class EagleHead:
     def forward(self, batch: ForwardBatch, features: Tensor | None, kv: KVCache) -> Tensor:
         """See `DraftModel.forward`; features are required."""
         assert features is not None
-        shared = self._stack.share(batch)
         embedded = self._embedding.index_select(0, batch.tokens)
         hidden = self._fc(torch.cat((embedded, features), dim=-1))
+        fused = self._stack.fused
+        if fused is not None:
+            last, inner = fused.run(hidden, self._stack.caches(kv), fused.share(batch))
+            last.down.add_into(hidden, inner)
+            return hidden
+        shared = self._stack.share(batch)
         for layer, k_cache, v_cache in self._stack.caches(kv):
             hidden = layer(hidden, k_cache, v_cache, shared)
         return hidden

@@ -13,17 +13,21 @@ is normed (norm_output), norms before `fc` over all features (input_norm) or eac
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sgl_spec.layers.backend import resolve_backend
 from sgl_spec.layers.context import ForwardBatch, KVCache
-from sgl_spec.layers.linear import Linear
+from sgl_spec.layers.linear import Linear, use_tuned
 from sgl_spec.layers.norm_rope import rms_norm
 from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.draft_config import HeadConfig
 from sgl_spec.models.layer import DecoderLayer, LayerStack, WeightSource, total_bytes
+
+if TYPE_CHECKING:
+    from sgl_spec.models.fused import FusedLayers  # needs triton, which a CPU does without
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +89,23 @@ class Eagle3Head:
             target.backend.name, target.device, config.layers.head_dim, target.dtype
         )
         self._stack = LayerStack(config.layers, layers, target.dtype, target.device, backend)
+        if self._stack.fused is not None:
+            own = [] if self._shares_head else [self._head]
+            use_tuned([*self._stack.linears(), self._fc, *own], target.device)
 
     def fuse(self, features: Tensor) -> Tensor:
         """[T, width] of captured rows [T, len(capture) * target hidden]."""
         if self._input_norm is not None:
             features = self._normed(features, self._input_norm)
         if self._feature_norms:
-            parts = features.chunk(len(self._feature_norms), dim=-1)
-            pairs = zip(parts, self._feature_norms, strict=True)
-            features = torch.cat([self._normed(part, norm) for part, norm in pairs], dim=-1)
+            features = self._normed_parts(features)
         return self._fc(features)
 
     def forward(self, batch: ForwardBatch, features: Tensor | None, kv: KVCache) -> Tensor:
         """See `DraftModel.forward`; features are required."""
         assert features is not None
+        if self._stack.fused is not None:
+            return self._forward_fused(self._stack.fused, batch, features, kv)
         shared = self._stack.share(batch)
         (first, k_cache, v_cache), *rest = self._stack.caches(kv)
         embedded = self._embedding.index_select(0, batch.tokens)
@@ -110,6 +117,26 @@ class Eagle3Head:
         for layer, k_cache, v_cache in rest:
             hidden = layer(hidden, k_cache, v_cache, shared)
         return self._normed(hidden, self._norm) if self.config.norm_output else hidden
+
+    def _forward_fused(
+        self, fused: FusedLayers, batch: ForwardBatch, features: Tensor, kv: KVCache
+    ) -> Tensor:
+        shared, eps, width = fused.share(batch), self.config.layers.rms_norm_eps, self.width
+        (first, k_cache, v_cache), *rest = self._stack.caches(kv)
+        assert first.input_norm is not None
+        both = features.new_empty(len(features), 2 * width)
+        embedded = self._embedding.index_select(0, batch.tokens)
+        fused.norm(embedded, first.input_norm, eps, out=both[:, :width])
+        normed = fused.norm(features, self._hidden_norm, eps, out=both[:, width:])
+        residual = normed.contiguous() if self.config.norm_before_residual else features
+        stream, added = fused.enter(first, residual, both, k_cache, v_cache, shared)
+        if rest:
+            added = fused.run(stream, rest, shared, added=added)
+        last, inner = added
+        if self.config.norm_output:
+            return fused.norm(last.down(inner), self._norm, eps, stream)
+        last.down.add_into(stream, inner)
+        return stream
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, logit_width] float32 of rows that `forward` returned."""
@@ -143,8 +170,20 @@ class Eagle3Head:
         """Bytes of one KV slot over all draft layers."""
         return self._stack.kv_bytes_per_token
 
+    def _normed_parts(self, features: Tensor) -> Tensor:
+        """Each layer's rows by their own norm."""
+        count, fused = len(self._feature_norms), self._stack.fused
+        pairs = zip(features.chunk(count, dim=-1), self._feature_norms, strict=True)
+        if fused is None:
+            return torch.cat([self._normed(part, norm) for part, norm in pairs], dim=-1)
+        out = torch.empty_like(features)
+        for (part, norm), into in zip(pairs, out.chunk(count, dim=-1), strict=True):
+            fused.norm(part, norm, self.config.layers.rms_norm_eps, out=into)
+        return out
+
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self.config.layers.rms_norm_eps)
+        eps, fused = self.config.layers.rms_norm_eps, self._stack.fused
+        return rms_norm(x, weight, eps) if fused is None else fused.norm(x, weight, eps)
 
 
 def _embedding(weights: WeightSource, name: str | None, target: Decoder) -> tuple[bool, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,9 @@ from sgl_spec.layers.norm_rope import RotaryRows, rms_norm, rotary_rows, rotate
 from sgl_spec.models.config import ModelConfig
 from sgl_spec.models.rope import attention_factor, inverse_frequencies
 from sgl_spec_kernels.tree_attn_ref import AttnPlan
+
+if TYPE_CHECKING:
+    from sgl_spec.models.fused import FusedLayers  # needs triton, which a CPU does without
 
 WeightSource = Callable[[str], Tensor]
 """A weight by its Hugging Face name, in the dtype and on the device of the model."""
@@ -86,10 +90,13 @@ class DecoderLayer:
         gate, up = self.gate_up(rms_norm(hidden, self.post_norm, self.eps)).chunk(2, dim=-1)
         return self.down.add_to(hidden, F.silu(gate).mul_(up))
 
+    def linears(self) -> tuple[Linear, ...]:
+        """Its dense layers."""
+        return self.qkv, self.output, self.gate_up, self.down
+
     def tensors(self) -> list[Tensor]:
         """Every weight."""
-        linears = (self.qkv, self.output, self.gate_up, self.down)
-        stored = [tensor for linear in linears for tensor in linear.tensors()]
+        stored = [tensor for linear in self.linears() for tensor in linear.tensors()]
         norms = () if self.input_norm is None else (self.input_norm,)
         return [*stored, *norms, self.post_norm, *(self.qk_norm or ())]
 
@@ -111,7 +118,8 @@ class DecoderLayer:
 class LayerStack:
     """Layers that share one geometry: their rotary embedding, their attention plan, their KV.
 
-    config: shapes and rotary settings. layers: `config.num_layers` of them.
+    config: shapes and rotary settings. layers: `config.num_layers` of them. fused: what runs them
+    by fused kernels, None where plain torch does.
     """
 
     def __init__(
@@ -130,6 +138,11 @@ class LayerStack:
         self.backend = backend
         self._inv_freq = inverse_frequencies(config.rope, config.head_dim).to(device)
         self._attention_factor = attention_factor(config.rope)
+        self.fused: FusedLayers | None = None
+        if backend.kernels == "triton":
+            from sgl_spec.models.fused import FusedLayers
+
+            self.fused = FusedLayers(config, dtype, device, backend)
 
     def share(self, batch: ForwardBatch) -> Shared:
         """What all layers read in the forward of `batch`; positions may be any."""
@@ -143,6 +156,12 @@ class LayerStack:
 
     def reserve(self, max_batch: int, max_q_len: int, positions: int = 0) -> None:
         """See `Decoder.reserve`."""
+        if self.fused is not None:
+            self.fused.reserve(max_batch, max_q_len, positions)
+
+    def linears(self) -> list[Linear]:
+        """Every dense layer."""
+        return [linear for layer in self.layers for linear in layer.linears()]
 
     def caches(self, kv: KVCache) -> Iterator[tuple[DecoderLayer, Tensor, Tensor]]:
         """Each layer with its keys and values."""

@@ -1,0 +1,160 @@
+"""The layers of a model by fused kernels, nine launches a layer:
+
+    x = norm(stream += what the layer before adds)      one launch
+    qkv = QKV product;   q, cache = rotary(qkv)         two
+    attended = attention(q, cache);  a = output product two
+    x = norm(stream += a)                               one
+    inner = silu(gate) * up of the gate-up product      two
+    what the layer adds = down product of inner         one
+
+The residual stream [T, hidden_size] is one tensor that every layer changes in place. Nothing here
+reads the device or waits for it, so a forward can be captured in a CUDA graph, once `reserve` has
+made what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sgl_spec.layers.backend import Backend
+from sgl_spec.layers.context import ForwardBatch
+from sgl_spec.layers.device_attention import Attend, DeviceAttention, Heads, is_capturing
+from sgl_spec.layers.norm_rope import rotary_tables
+from sgl_spec.models.config import ModelConfig
+from sgl_spec.models.rope import attention_factor, inverse_frequencies
+from sgl_spec_kernels.rms_norm import rms_norm
+from sgl_spec_kernels.rope_kv import rope_kv
+from sgl_spec_kernels.silu_mul import silu_mul
+
+if TYPE_CHECKING:
+    from sgl_spec.models.layer import DecoderLayer
+
+Caches = Iterable[tuple["DecoderLayer", Tensor, Tensor]]
+"""Each layer with its keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedShared:
+    """What every layer of one forward reads. cos, sin: [positions, head_dim / 2] float32."""
+
+    positions: Tensor
+    slots: Tensor
+    cos: Tensor
+    sin: Tensor
+    attend: Attend
+
+
+class FusedLayers:
+    """What the layers of one geometry share: rotary tables and the work space of attention."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: Backend
+    ) -> None:
+        group = config.num_heads // config.num_kv_heads
+        heads = Heads(config.num_kv_heads, group, config.head_dim, dtype, device)
+        self._attention = DeviceAttention(backend, heads)
+        self._device = device
+        self._context = config.context_length
+        self._inv_freq = inverse_frequencies(config.rope, config.head_dim).to(device)
+        self._factor = attention_factor(config.rope)
+        self._tables: list[tuple[Tensor, Tensor]] = []  # rising; graphs may use all of them
+
+    def reserve(self, max_batch: int, max_q_len: int, positions: int) -> None:
+        """See `Decoder.reserve`."""
+        self._attention.reserve(max_batch, max_q_len)
+        self._table(max(positions, self._context))
+
+    def share(self, batch: ForwardBatch) -> FusedShared:
+        """What all layers read in the forward of `batch`."""
+        # No row lies at a rotary position beyond its logical one, which the table holds.
+        cos, sin = self._table(batch.req_to_token.shape[1])
+        attend = self._attention.plan(batch)
+        return FusedShared(batch.positions, batch.slots, cos, sin, attend)
+
+    def norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        stream: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The norm of x, or of `stream` after x is added to it; into `out`, whose rows may lie
+        apart, if there is one."""
+        normed: Tensor = rms_norm(x, weight, eps, stream, out)
+        return normed
+
+    def run(
+        self,
+        stream: Tensor,
+        caches: Caches,
+        shared: FusedShared,
+        *,
+        added: tuple[DecoderLayer, Tensor] | None = None,
+        entering: Callable[[int], None] = lambda index: None,
+    ) -> tuple[DecoderLayer, Tensor]:
+        """Run layers over `stream`, changed in place; what the last one adds is still missing: its
+        down product of the rows that are returned with it.
+
+        added: the same of the layer before. entering: called before layer `index` (of these), when
+        the stream is what enters it.
+        """
+        for index, (layer, k_cache, v_cache) in enumerate(caches):
+            norm, x = layer.input_norm, stream
+            if added is not None:
+                assert norm is not None, "only a first layer reads the stream as it is"
+                before, inner = added
+                x = self.norm(before.down(inner), norm, layer.eps, stream)
+            elif norm is not None:
+                x = self.norm(stream, norm, layer.eps)
+            entering(index)
+            output = layer.output(self.attend(layer, x, k_cache, v_cache, shared))
+            x = self.norm(output, layer.post_norm, layer.eps, stream)
+            added = layer, silu_mul(layer.gate_up(x))
+        assert added is not None
+        return added
+
+    def enter(
+        self,
+        layer: DecoderLayer,
+        residual: Tensor,
+        x: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        shared: FusedShared,
+    ) -> tuple[Tensor, tuple[DecoderLayer, Tensor]]:
+        """A first layer whose attention reads x, on a residual that is left as it is: the new
+        stream, and what `run` returns."""
+        attended = self.attend(layer, x, k_cache, v_cache, shared)
+        stream = layer.output.add_to(residual, attended)
+        x = self.norm(stream, layer.post_norm, layer.eps)
+        return stream, (layer, silu_mul(layer.gate_up(x)))
+
+    def attend(
+        self, layer: DecoderLayer, x: Tensor, k_cache: Tensor, v_cache: Tensor, shared: FusedShared
+    ) -> Tensor:
+        """Attention over x [T, columns of the q, k and v weights]: [T, heads * head_dim]."""
+        q = rope_kv(
+            layer.qkv(x),
+            k_cache,
+            v_cache,
+            shared.cos,
+            shared.sin,
+            shared.positions,
+            shared.slots,
+            layer.qk_norm,
+            layer.eps,
+        )
+        return shared.attend(q, k_cache, v_cache)
+
+    def _table(self, positions: int) -> tuple[Tensor, Tensor]:
+        """The largest tables there are, which reach at least this far."""
+        if not self._tables or len(self._tables[-1][0]) < positions:
+            assert not is_capturing(self._device), "reserve() must come before a capture"
+            self._tables.append(rotary_tables(positions, self._inv_freq, self._factor))
+        return self._tables[-1]
