@@ -45,6 +45,8 @@ class SumModel:
 
     def __init__(self, spread: float = 6.0) -> None:
         self.config = _Config()
+        self.device = torch.device("cpu")
+        self.kernels = "torch"
         self.spread = spread
         self.forwards = 0
 

@@ -9,7 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sgl_spec.engine.kv_pool import SlotTable
 from sgl_spec.layers.context import ForwardBatch
+from sgl_spec.layers.transfer import batch_on_device
 from sgl_spec.request import Logprobs
 from sgl_spec.speculative.tree import TokenTree
 
@@ -81,31 +83,40 @@ class Computed(Launched):
 
 
 def prefill_forward(
-    batch: PrefillBatch, tokens: npt.NDArray[np.int32], req_to_token: Tensor
+    batch: PrefillBatch, tokens: npt.NDArray[np.int32], table: SlotTable
 ) -> ForwardBatch:
-    """Forward rows of a prefill batch. tokens: [rows, width], every request's text."""
+    """Forward rows of a prefill batch, on the table's device. tokens: [rows, width], every
+    request's text."""
     spans = [(r, s, s + t) for r, s, t in zip(batch.rows, batch.starts, batch.takes, strict=True)]
     flat = np.concatenate([tokens[r, s:e] for r, s, e in spans]).astype(np.int64)
-    positions = torch.from_numpy(np.concatenate([np.arange(s, e) for _, s, e in spans]))
-    rows = torch.from_numpy(batch.rows)
-    row_of = rows.repeat_interleave(torch.from_numpy(batch.takes))
-    return ForwardBatch(
+    slots = np.concatenate([table.host[r, s:e] for r, s, e in spans]).astype(np.int64)
+    forward = ForwardBatch(
         tokens=torch.from_numpy(flat),
-        positions=positions,
-        slots=req_to_token[row_of, positions].long(),
-        req_to_token=req_to_token,
-        rows=rows,
+        positions=torch.from_numpy(np.concatenate([np.arange(s, e) for _, s, e in spans])),
+        slots=torch.from_numpy(slots),
+        req_to_token=table.device,
+        rows=torch.from_numpy(batch.rows),
         prefix_lens=torch.from_numpy(batch.starts),
         q_starts=starts_of(torch.from_numpy(batch.takes)),
         mask_words=None,
+        max_q_len=int(batch.takes.max()),
     )
+    return batch_on_device(forward, table.device.device)
+
+
+def following_tokens(batch: PrefillBatch, tokens: npt.NDArray[np.int32]) -> IntArray:
+    """[T] the token behind each row of a prefill batch, the one that was drawn behind a prompt
+    included. tokens: as for `prefill_forward`."""
+    spans = zip(batch.rows, batch.starts + 1, batch.starts + 1 + batch.takes, strict=True)
+    return np.concatenate([tokens[r, s:e] for r, s, e in spans]).astype(np.int64)
 
 
 def tree_forward(
     tree: TokenTree, rows: Tensor, committed: Tensor, req_to_token: Tensor
 ) -> ForwardBatch:
     """Forward rows of a tree batch: node i of a request is written at logical position committed +
-    i and rotated at committed + depth. Only nodes in use become rows, request by request."""
+    i and rotated at committed + depth. Only nodes in use become rows, request by request. All lies
+    on one device."""
     used = tree.used()
     node = torch.arange(tree.width, device=rows.device)
     write = (committed[:, None] + node[None, :])[used]
@@ -119,6 +130,7 @@ def tree_forward(
         prefix_lens=committed,
         q_starts=starts_of(tree.num_nodes),
         mask_words=tree.ancestor_words()[used],
+        max_q_len=tree.width,
     )
 
 

@@ -9,7 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sgl_spec.engine.batch import PrefillBatch, following_tokens
 from sgl_spec.layers.context import ForwardBatch, KVCache
+from sgl_spec.layers.transfer import on_device
 from sgl_spec.speculative.base import DraftBatch, Drafter, KVDrafter, follows_kv
 from sgl_spec.speculative.tree import AcceptResult
 
@@ -39,27 +41,29 @@ class Follower:
             self.drafter.open(row, cached)
 
     def prefilled(
-        self, forward: ForwardBatch, texts: npt.NDArray[np.int32], features: Tensor | None
+        self,
+        forward: ForwardBatch,
+        batch: PrefillBatch,
+        texts: npt.NDArray[np.int32],
+        features: Tensor | None,
     ) -> None:
         """Prompt rows were run. texts: [rows, width], with the tokens that were drawn behind
         them."""
-        if self.drafter is None:
-            return
-        row_of = forward.rows.repeat_interleave(forward.q_starts.diff())
-        following = torch.from_numpy(texts)[row_of, forward.positions + 1].long()
-        self.drafter.prefilled(forward, following, features)
+        if self.drafter is not None:
+            following = torch.from_numpy(following_tokens(batch, texts))
+            self.drafter.prefilled(forward, following, features)
 
     def verified(
         self, draft: DraftBatch, kept: AcceptResult, offsets: Tensor, features: Tensor | None
     ) -> None:
         """A round is over. kept: its paths, as far as the requests took them. offsets: [B], first
-        verified row of each request; features: [T, C] of the verified rows."""
+        verified row of each request; both on the CPU. features: [T, C] of the verified rows."""
         if self.drafter is None:
             return
         if features is not None:
-            step = torch.arange(kept.path.shape[1], device=kept.path.device)
+            step = torch.arange(kept.path.shape[1])
             nodes = (offsets[:, None] + kept.path)[step < kept.counts[:, None]]
-            features = features[nodes]
+            features = features[on_device(nodes, features.device)]
         self.drafter.verified(draft, kept.counts, features)
 
     def written(self, row: int, committed: int) -> int:

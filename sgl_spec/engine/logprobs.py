@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sgl_spec.engine.batch import IntArray, PrefillBatch
 from sgl_spec.engine.req import Req
+from sgl_spec.layers.transfer import on_device
 from sgl_spec.request import LogprobParams, Logprobs
 from sgl_spec.speculative.logprobs import Span, read_logprobs
 from sgl_spec.speculative.tree import AcceptResult
@@ -44,27 +45,26 @@ class LogprobReader:
         batch: PrefillBatch,
         tokens: npt.NDArray[np.int32],
         hidden: Tensor,
-        q_starts: Tensor,
     ) -> PerRequest:
         """Those of prompt tokens that this chunk predicts, the first token of the next chunk
-        included. tokens: [rows, width], every request's text. hidden: [T, hidden_size], final;
-        q_starts: [B + 1], where each request's begin."""
+        included. tokens: [rows, width], every request's text. hidden: [T, hidden_size], final."""
         found: list[tuple[int, Span]] = []
         index, following = [], []
-        chunks = zip(batch.rows, batch.starts, batch.takes, batch.unscored, strict=True)
-        for i, (row, start, take, unscored) in enumerate(chunks if self._asked else ()):
+        begins = np.cumsum(batch.takes) - batch.takes
+        chunks = zip(batch.rows, batch.starts, batch.takes, batch.unscored, begins, strict=True)
+        for i, (row, start, take, unscored, begin) in enumerate(chunks if self._asked else ()):
             params, prompt_len = self._asked.get(int(row), (None, 0))
             first, end = max(start, unscored), min(start + take, prompt_len - 1)
             if params is not None and first < end:
                 found.append((i, Span(params, int(end - first))))
-                index.append(torch.arange(first, end) + (q_starts[i] - start))
+                index.append(np.arange(first, end) + (begin - start))
                 following.append(tokens[row, first + 1 : end + 1].astype(np.int64))
         if not found:
             return None
         read = read_logprobs(
             lambda part: self.model.logits(hidden[part]),
-            torch.cat(index),
-            torch.from_numpy(np.concatenate(following)),
+            on_device(np.concatenate(index), hidden.device),
+            on_device(np.concatenate(following), hidden.device),
             [span for _, span in found],
             self.vocab,
         )
@@ -74,19 +74,19 @@ class LogprobReader:
         self, rows: IntArray, accepted: AcceptResult, logits: Tensor, offsets: Tensor
     ) -> PerRequest:
         """Those of the tokens that a walk emits, and of no other node. logits: [T, V], request i's
-        nodes from row offsets[i] on."""
+        nodes from row offsets[i] on. The rest lies on the CPU."""
         asking = [i for i, row in enumerate(rows.tolist()) if row in self._asked]
         if not asking:
             return None
         who = torch.tensor(asking)
         counts = accepted.counts[who]
         walked = torch.arange(accepted.path.shape[1]) < counts[:, None]
-        index = (offsets[who, None] + accepted.path[who])[walked]
+        index = on_device((offsets[who, None] + accepted.path[who])[walked], logits.device)
         spans = [
             Span(self._asked[int(rows[i])][0], count)
             for i, count in zip(asking, counts.tolist(), strict=True)
         ]
-        emitted = accepted.tokens[who][walked]
+        emitted = on_device(accepted.tokens[who][walked], logits.device)
         read = read_logprobs(lambda part: logits[part], index, emitted, spans, self.vocab)
         return _spread(asking, read, len(rows))
 

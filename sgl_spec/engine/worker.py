@@ -2,6 +2,9 @@
 
 All a round needs of a request lives in buffers indexed by request row (text, committed length,
 sampling parameters, slots), so a batch is little more than a list of rows.
+
+Batches, texts and what was accepted lie on the host; what meets logits, hidden states or KV lies on
+the model's device. Trees are planned where their drafter made them and then brought there.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from sgl_spec.engine.kv_pool import SlotTable, compact_slots
 from sgl_spec.engine.logprobs import LogprobReader, PerRequest
 from sgl_spec.engine.req import Req
 from sgl_spec.layers.context import ForwardBatch, KVCache
+from sgl_spec.layers.transfer import on_device, wait_for
 from sgl_spec.request import Logprobs, SamplingParams
 from sgl_spec.speculative.base import DraftBatch, Drafter
 from sgl_spec.speculative.grammar import Constraint, mask_tree, token_masks
@@ -54,7 +58,8 @@ if TYPE_CHECKING:
 class _Round:
     """What a round leaves to be told to the drafter once the scheduler knows what was kept.
 
-    offsets: [B] the first verified row of each request. features: [T, C] of the verified rows.
+    tree: where its drafter made it. accepted, offsets: on the CPU; [B] the first verified row of
+    each request. features: [T, C] of the verified rows.
     """
 
     draft: DraftBatch
@@ -88,9 +93,10 @@ class Worker:
         topology: Topology | None = None,
     ) -> None:
         self.model = model
+        self.device = model.device
         self.kv = kv
         self.table = table
-        self.rename_slots = rename_slots and page_size == 1
+        self.rename_slots = rename_slots and page_size == 1 and not table.mirrored
         self.drafter = drafter
         self.follower = Follower(model, kv, drafter)
         self.costs = costs
@@ -126,7 +132,8 @@ class Worker:
         self._counted[row] = penalised
         if penalised:
             if self._counts is None:
-                self._counts = TokenCounts(len(self.tokens), self.model.config.vocab_size)
+                vocab = self.model.config.vocab_size
+                self._counts = TokenCounts(len(self.tokens), vocab, self.device)
             self._counts.start(row, req.ids[: req.prompt_len], req.ids[req.prompt_len :])
 
     def begin(self, req: Req) -> None:
@@ -187,60 +194,69 @@ class Worker:
         done, self._round = self._round, None
         assert done is not None
         if self.drafter is not None:
+            self.table.sync()
             counts = torch.tensor(taken, dtype=torch.int64)
             kept = replace(done.accepted, counts=counts)
             self.follower.verified(done.draft, kept, done.offsets, done.features)
             self.drafter.observe(done.draft, done.tree, kept)
 
     def _prefill(self, batch: PrefillBatch) -> StepOutput:
-        forward = prefill_forward(batch, self.tokens, self.table.device)
+        forward = prefill_forward(batch, self.tokens, self.table)
         hidden, features = self.follower.run(forward)
         tokens: list[list[int]] = [[] for _ in batch.rows]
         logprobs: list[Logprobs | None] = [None] * len(tokens)
         (finals,) = np.nonzero(batch.finals)
         if len(finals):
-            rows = batch.rows[finals]
-            ends = torch.from_numpy((batch.starts + batch.takes)[finals])
-            last = forward.q_starts[1:][torch.from_numpy(finals)] - 1
+            rows, ends = batch.rows[finals], (batch.starts + batch.takes)[finals]
+            last = on_device(np.cumsum(batch.takes)[finals] - 1, self.device)
             drawn, read = self._draw_next(hidden[last], rows, ends)
-            for i, row, end, token in zip(finals, rows, ends.tolist(), drawn.tolist(), strict=True):
+            for i, row, end, token in zip(finals, rows, ends, drawn.tolist(), strict=True):
                 tokens[i] = [token]
                 self.tokens[row, end] = token
             for i, one in zip(finals, read or (), strict=False):
                 logprobs[i] = one
-        self.follower.prefilled(forward, self.tokens, features)
+        self.follower.prefilled(forward, batch, self.tokens, features)
         return StepOutput(
             tokens=tokens,
             proposed=[0] * len(tokens),
             logprobs=logprobs,
-            prompt_logprobs=self.logprobs.of_prompts(batch, self.tokens, hidden, forward.q_starts),
+            prompt_logprobs=self.logprobs.of_prompts(batch, self.tokens, hidden),
         )
 
     def _draw_next(
-        self, hidden: Tensor, rows: IntArray, lengths: Tensor
+        self, hidden: Tensor, rows: IntArray, lengths: IntArray
     ) -> tuple[Tensor, PerRequest]:
         """The token after each row's text of `lengths` tokens, and its log-probabilities: a
         root-only tree whose root is the text's last token, so that first tokens take the same path
         as all others."""
-        roots = torch.from_numpy(self.tokens[rows, lengths.numpy() - 1].astype(np.int64))
+        roots = torch.from_numpy(self.tokens[rows, lengths - 1].astype(np.int64))
         logits = self.model.logits(hidden)
         offsets = torch.arange(len(rows))
         sampling = self._sampling_rows(rows)
-        tree = self._constrain(root_only(roots), rows)
-        masks = token_masks(tree)
-        accepted = sample_and_follow(tree, logits, offsets, sampling, lengths - 1, masks=masks)
-        self._count(torch.from_numpy(rows), accepted)
+        tree = self._constrain(root_only(roots), rows).to(self.device)
+        drawn = sample_and_follow(
+            tree,
+            logits,
+            on_device(offsets, self.device),
+            sampling,
+            on_device(lengths - 1, self.device),
+            masks=token_masks(tree),
+        )
+        accepted = drawn.on_host()
+        self._count(rows, accepted)
         logprobs = self.logprobs.of_emitted(rows, accepted, logits, offsets)
         return accepted.tokens[:, 0], logprobs
 
-    def _count(self, rows: Tensor, accepted: AcceptResult) -> None:
+    def _count(self, rows: IntArray, accepted: AcceptResult) -> None:
         """Add new tokens to the counts of the requests that have penalties."""
-        counted = torch.from_numpy(self._counted)[rows]
+        counted = torch.from_numpy(self._counted[rows])
         if self._counts is None or not bool(counted.any()):
             return
         new = torch.arange(accepted.tokens.shape[1]) < accepted.counts[:, None]
         new &= counted[:, None]
-        self._counts.add(rows[:, None].expand_as(new)[new], accepted.tokens[new])
+        row_of = torch.from_numpy(rows)[:, None].expand_as(new)
+        pairs = on_device(torch.stack((row_of[new], accepted.tokens[new])), self.device)
+        self._counts.add(pairs[0], pairs[1])
 
     def _sampling_rows(self, rows: IntArray) -> SamplingRows:
         """Parameters of a batch, built again only when its membership changes."""
@@ -251,6 +267,7 @@ class Worker:
                 [p for p, _ in params],
                 [n for _, n in params],
                 self.eos_ids,
+                self.device,
                 counts=self._counts,
                 request_rows=rows.tolist(),
             )
@@ -258,23 +275,24 @@ class Worker:
         return self._sampling[1]
 
     def _decode(self, batch: DecodeBatch) -> StepOutput:
-        rows, committed = torch.from_numpy(batch.rows), torch.from_numpy(batch.committed)
         sampling = self._sampling_rows(batch.rows)
         lengths = batch.committed + 1
         draft = DraftBatch(
             batch.rows, lengths, batch.max_nodes, self.tokens, sampling, self._plain_ms(batch)
         )
-        tree = self._plan_tree(draft, batch.remaining)
+        planned = self._plan_tree(draft, batch.remaining)
+        tree = planned.to(self.device)
+        rows, committed = (on_device(x, self.device) for x in (batch.rows, batch.committed))
         forward = tree_forward(tree, rows, committed, self.table.device)
         logits, features = self._verify(forward)
-        offsets = forward.q_starts[:-1]
-        masks = token_masks(tree)
-        accepted = self.rule(tree, logits, offsets, sampling, committed, masks=masks)
-        self._count(rows, accepted)
-        self._keep_path(rows, committed, tree.width, accepted)
-        self._round = _Round(draft, tree, accepted, offsets, features)
+        offsets, masks = forward.q_starts[:-1], token_masks(tree)
+        found = self.rule(tree, logits, offsets, sampling, committed, masks=masks)
+        self._keep_path(rows, committed, tree.width, found)
+        accepted, offsets = found.on_host(), offsets.cpu()
+        self._count(batch.rows, accepted)
+        self._round = _Round(draft, planned, accepted, offsets, features)
         logprobs = self.logprobs.of_emitted(batch.rows, accepted, logits, offsets)
-        return self._output(draft, tree, accepted, logprobs)
+        return self._output(draft, planned, accepted, logprobs)
 
     def _plain_ms(self, batch: DecodeBatch) -> float | None:
         size = len(batch.rows)
@@ -285,14 +303,13 @@ class Worker:
             return self._constrain(root_only(torch.from_numpy(draft.roots())), draft.rows)
         start = time.perf_counter()
         tree = self.drafter.propose(draft)
+        if self.costs is not None:
+            wait_for(self.device)
         drafting_s = time.perf_counter() - start
         if self.topology is not None:
             require_sampled(tree, self.topology)
         if int(tree.num_nodes.max()) > 1:
-            useful = tree.depths() < torch.from_numpy(remaining)[:, None]
-            # Parents come first, so a tree may be cut anywhere; a drafter may forget its bound.
-            useful &= torch.arange(tree.width) < torch.from_numpy(draft.max_nodes)[:, None]
-            tree = keep_nodes(tree, useful & tree.used())
+            tree = keep_nodes(tree, _useful(tree, remaining, draft.max_nodes))
         tree = self._constrain(tree, draft.rows)
         if int(tree.num_nodes.max()) > 1 and self.costs is not None:
             tree = prune(tree, self._price(self.costs, tree.batch, drafting_s), MIN_GAIN)
@@ -317,10 +334,13 @@ class Worker:
     def _verify(self, forward: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """The target's logits of a tree batch, [T, V], and the features that the drafter wants; the
         time keeps the cost table true."""
+        if self.costs is not None:
+            wait_for(self.device)
         start = time.perf_counter()
         hidden, features = self.follower.run(forward)
         logits = self.model.logits(hidden)
         if self.costs is not None:
+            wait_for(self.device)
             self.costs.add(len(forward.rows), len(forward.tokens), time.perf_counter() - start)
         return logits, features
 
@@ -331,6 +351,12 @@ class Worker:
         page is one slot and it is wanted, else by moving KV rows."""
         if width == 1:
             return
+        if self.model.kernels == "triton":
+            from sgl_spec_kernels.compact import move_path  # a CPU server needs no triton
+
+            path, counts = accepted.path.contiguous(), accepted.counts
+            move_path(self.kv.k, self.kv.v, self.table.device, rows, committed, path, counts)
+            return
         positions, order = compact_slots(
             self.table.device, rows, committed, accepted.path, accepted.counts, width
         )
@@ -339,7 +365,7 @@ class Worker:
         if self.rename_slots:
             self.table.device[rows[:, None], positions] = moved
             return
-        kept = torch.arange(width)[None, :] < accepted.counts[:, None]
+        kept = torch.arange(width, device=self.device)[None, :] < accepted.counts[:, None]
         kept &= moved != slots
         if bool(kept.any()):
             move_kv_rows(self.kv.k, self.kv.v, moved[kept].long(), slots[kept].long())
@@ -355,3 +381,13 @@ class Worker:
             self.tokens[row, length : length + len(new)] = new
         proposed = (tree.num_nodes - 1).tolist()
         return StepOutput(tokens=tokens, proposed=proposed, logprobs=logprobs)
+
+
+def _useful(tree: TokenTree, remaining: IntArray, max_nodes: IntArray) -> Tensor:
+    """[B, N] bool: the nodes that a request can still keep and may verify. Parents come first, so a
+    tree may be cut anywhere; a drafter may forget its bound."""
+    device = tree.tokens.device
+    useful = tree.depths() < on_device(remaining, device)[:, None]
+    node = torch.arange(tree.width, device=device)
+    useful &= node < on_device(max_nodes, device)[:, None]
+    return useful & tree.used()

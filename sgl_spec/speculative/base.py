@@ -19,11 +19,11 @@ from typing import Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from sgl_spec.errors import ConfigError
 from sgl_spec.layers.context import ForwardBatch
+from sgl_spec.layers.transfer import on_device
 from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.draft import DraftModel
 from sgl_spec.speculative.sampling import SamplingRows
@@ -44,7 +44,7 @@ class DraftBatch:
         must get a root-only tree.
     tokens: [num_rows, width] int32; tokens[rows[i], :lengths[i]] is the request's text.
     sampling: the B requests' parameters, whose temperature and seed a drafter that samples needs;
-        the engine always gives them.
+        the engine always gives them, on the device of the target's logits.
     plain_ms: what a round of these requests takes without drafts, for a drafter that weighs what it
         costs itself; None where whole trees are wanted at any price.
     """
@@ -64,13 +64,14 @@ class DraftBatch:
         """The requests at `index` (int64, rising)."""
         sampling = self.sampling
         if sampling is not None:
-            sampling = sampling.select(torch.from_numpy(index))
+            sampling = sampling.select(on_device(index, sampling.seed.device))
         rows, lengths, most = self.rows[index], self.lengths[index], self.max_nodes[index]
         return DraftBatch(rows, lengths, most, self.tokens, sampling, self.plain_ms)
 
 
 class Drafter(Protocol):
-    """Proposes a token tree per request and round. All calls come from the engine's thread.
+    """Proposes a token tree per request and round. All calls come from the engine's thread. A tree
+    may lie on the CPU or on the target's device.
 
     Life of a request row: `begin` once its prompt is in the KV cache, then `propose` and `observe`
     once a round, then `finish`. A retracted request gets `finish`, and `begin` again when it
@@ -86,8 +87,8 @@ class Drafter(Protocol):
 
     def observe(self, batch: DraftBatch, tree: TokenTree, accepted: AcceptResult) -> None:
         """What the target made of `tree`, the tree that was verified: a part of the proposed one
-        when the engine pruned it. `batch.tokens` already holds the accepted tokens after
-        `lengths`."""
+        when the engine pruned it, on the same device. `accepted` lies on the CPU. `batch.tokens`
+        already holds the accepted tokens after `lengths`."""
 
     def finish(self, row: int) -> None:
         """The row's request ended or was retracted."""
@@ -119,6 +120,8 @@ class KVDrafter(Drafter, Protocol):
     Life of a row: `open`, `prefilled` for each chunk of the prompt, `begin`, then `propose` (where
     the request may be drafted for), `verified` and `observe` in every round, `finish`. A request
     that ends before its prompt is through gets no `begin` and no `finish`.
+
+    Features and forwards lie on the target's device, all else that it is told on the CPU.
 
     capture: layers of the target whose hidden states it wants, as `Decoder.forward_features` counts
     them; () for none. reads_ahead: whether its KV at a position depends on the token of the next
@@ -162,10 +165,11 @@ class DrafterContext:
     num_rows: request rows; width: tokens a row can hold; draft_tokens: most nodes of a tree, root
     included; vocab_size: the target's; options: the drafter's own flags by name; topology: where
     drafts are to be sampled, the shape of the trees, of which a request takes the first `max_nodes`
-    nodes; None where the drafter chooses. For a `KVDrafter`: num_slots, slots of the KV pool;
-    req_to_token: [num_rows, width] int32, the slot of each position of each row; target: the model
-    that verifies; draft_model: what --speculative-draft-model-path names, loaded for EAGLE, EAGLE3
-    and STANDALONE, None for other names, which load their own.
+    nodes; None where the drafter chooses. For a `KVDrafter`: num_slots, slots of its KV cache;
+    req_to_token: [num_rows or more, width] int32, the slot of each position of each row, on the
+    target's device; target: the model that verifies; draft_model: what
+    --speculative-draft-model-path names, loaded for EAGLE, EAGLE3 and STANDALONE, None for other
+    names, which load their own.
     """
 
     num_rows: int

@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sgl_spec.layers.transfer import on_device
 from sgl_spec.speculative.tree import TokenTree
 
 DEEPER = 0.8  # share of its parent's chance that a level's best node is taken to have
@@ -107,8 +108,8 @@ class ChanceScale:
         self.scales = torch.ones(2)
 
     def of(self, sampled: Tensor) -> Tensor:
-        """[B] factors. sampled: [B] bool."""
-        return self.scales[sampled.long()]
+        """[B] factors, where `sampled` [B] bool lies."""
+        return on_device(self.scales, sampled.device)[sampled.long()]
 
     def apply(self, tree: TokenTree, sampled: Tensor) -> TokenTree:
         """The trees with scores that keep what they promise."""
@@ -119,12 +120,14 @@ class ChanceScale:
         return replace(tree, scores=scores)
 
     def learn(self, tree: TokenTree, counts: Tensor, sampled: Tensor) -> None:
-        """What became of trees that `apply` gave out. counts: [B], tokens they emitted."""
+        """What became of trees that `apply` gave out. counts: [B], tokens they emitted, on the
+        CPU."""
         if tree.scores is None:
             return
-        promised = (tree.scores * tree.used()).sum(1) - 1
+        promised = ((tree.scores * tree.used()).sum(1) - 1).cpu()
+        kinds = sampled.long().cpu()
         for kind in (0, 1):
-            of_kind = sampled.long() == kind
+            of_kind = kinds == kind
             total = float(promised[of_kind].sum())
             if total > 0:
                 kept = float((counts[of_kind] - 1).sum()) / total

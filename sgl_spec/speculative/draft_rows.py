@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from sgl_spec.layers.context import ForwardBatch
+from sgl_spec.layers.transfer import on_device
 from sgl_spec.speculative.tree import MAX_TREE_NODES
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """T committed rows of B requests: positions starts[i] .. starts[i] + counts[i] - 1 of table row
-    rows[i], request by request.
+    rows[i], request by request. On the host, where all of it is known.
 
     request: [T] int64, index of each row's request. positions: [T] int64. ends: [B] int64, each
     request's last row; counts are at least 1.
@@ -36,19 +37,24 @@ class Span:
         return self.positions - self.starts[self.request]
 
     def forward(self, tokens: Tensor, req_to_token: Tensor) -> ForwardBatch:
-        """These rows with `tokens` [T], each seeing all positions up to its own."""
-        short = int(self.counts.max()) <= MAX_TREE_NODES
-        bit = 1 << self.within() if short else None
+        """These rows with `tokens` [T], each seeing all positions up to its own; on the device of
+        the slot table."""
+        most, device = int(self.counts.max()), req_to_token.device
+        bit = 1 << self.within() if most <= MAX_TREE_NODES else None
+        row_of, positions = on_device(
+            torch.stack((self.rows[self.request], self.positions)), device
+        )
         return ForwardBatch(
-            tokens=tokens,
-            positions=self.positions,
-            slots=req_to_token[self.rows[self.request], self.positions].long(),
+            tokens=on_device(tokens, device),
+            positions=positions,
+            slots=req_to_token[row_of, positions].long(),
             req_to_token=req_to_token,
-            rows=self.rows,
-            prefix_lens=self.starts,
-            q_starts=_offsets(self.counts),
+            rows=on_device(self.rows, device),
+            prefix_lens=on_device(self.starts, device),
+            q_starts=on_device(_offsets(self.counts), device),
             # As chains, short spans of many requests are planned together.
-            mask_words=None if bit is None else bit | (bit - 1),
+            mask_words=None if bit is None else on_device(bit | (bit - 1), device),
+            max_q_len=most,
         )
 
 
@@ -66,7 +72,8 @@ class DraftTrees:
     A tree's columns are the logical positions from prefix[i] on. A node at depth d (1 below the
     root) is rotated at prefix[i] + d - 1, whatever its column.
 
-    rows: [B] int64, table rows. prefix: [B] int64, positions that hold the draft's KV.
+    rows: [B] int64, table rows. prefix: [B] int64, positions that hold the draft's KV. All of it
+    lies on the device of the slot table.
     """
 
     def __init__(self, req_to_token: Tensor, rows: Tensor, prefix: Tensor) -> None:
@@ -101,6 +108,7 @@ class DraftTrees:
             q_starts=_offsets(counts[active]),
             mask_words=words,
             tree_lens=self.used[active],
+            max_q_len=int(counts.max()),
         )
         self.used = self.used + counts
         return batch

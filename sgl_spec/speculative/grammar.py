@@ -15,8 +15,8 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from sgl_spec.layers.transfer import on_device
 from sgl_spec.speculative.prune import keep_nodes
 from sgl_spec.speculative.sampling import TokenMasks
 from sgl_spec.speculative.tree import NodeMasks, TokenTree
@@ -172,10 +172,12 @@ def mask_tree(
             keep[i, : counts[i]] = walk.legal
             row_of[i, : counts[i]] = walk.row_of
             used = walk.end
-    tree = replace(tree, allowed=NodeMasks(torch.from_numpy(words), torch.from_numpy(row_of)))
+    device = tree.tokens.device
+    allowed = NodeMasks(on_device(words, device), on_device(row_of, device))
+    tree = replace(tree, allowed=allowed)
     if not drop or bool(keep.all()):
         return tree
-    return keep_nodes(tree, torch.from_numpy(keep))
+    return keep_nodes(tree, on_device(keep, device))
 
 
 def token_masks(tree: TokenTree) -> TokenMasks | None:

@@ -43,7 +43,9 @@ def read_logprobs(
     top = max(span.params.top_logprobs_num for span in spans)
     ids = _wanted_ids(spans, index.device)
     read = Logprobs()
-    for part in torch.split(torch.arange(len(index)), max(1, SLICE_ELEMENTS // vocab)):
+    step = max(1, SLICE_ELEMENTS // vocab)
+    for start in range(0, len(index), step):
+        part = slice(start, start + step)
         logits = logits_of(index[part])
         with one_thread(logits):
             read.extend(_read_slice(logits, tokens[part], top, ids[part]))

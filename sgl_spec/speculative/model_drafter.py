@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from sgl_spec.layers.context import ForwardBatch
+from sgl_spec.layers.transfer import on_device, wait_for
 from sgl_spec.models.draft import DraftModel
 from sgl_spec.speculative.base import DraftBatch, Drafter, DrafterContext, register_drafter
 from sgl_spec.speculative.draft_economy import ChanceScale, DraftEconomy
@@ -65,7 +66,8 @@ class ModelDrafter:
 
     written: [num_rows], leading positions that hold the draft's KV. known: [num_rows], positions
     whose inputs are known; between the two lie the rows that wait. last: [num_rows, H], what the
-    model returned for the row's last written position.
+    model returned for the row's last written position. The counts lie on the CPU, what the model
+    gives and the trees on `device`, the target's.
     """
 
     samples = True
@@ -87,7 +89,8 @@ class ModelDrafter:
         self.reads_ahead = self.shift == 1
         self.req_to_token = req_to_token
         self.kv = model.new_kv_cache(num_slots)
-        num_rows, device = len(req_to_token), req_to_token.device
+        num_rows = len(req_to_token)
+        self.device = device = req_to_token.device
         self.written = torch.zeros(num_rows, dtype=torch.int64)
         self.known = torch.zeros(num_rows, dtype=torch.int64)
         self.last = torch.zeros(num_rows, model.width, dtype=self.kv.k.dtype, device=device)
@@ -112,14 +115,14 @@ class ModelDrafter:
 
     def prefilled(self, forward: ForwardBatch, following: Tensor, features: Tensor | None) -> None:
         """See `KVDrafter`. Runs the same rows."""
-        assert torch.equal(self.written[forward.rows], forward.prefix_lens), "a hole in the KV"
+        rows, starts = forward.rows.cpu(), forward.prefix_lens.cpu()
+        assert torch.equal(self.written[rows], starts), "a hole in the KV"
+        self.written[rows] = self.known[rows] = starts + forward.q_starts.diff().cpu()
         if self.shift:
-            forward = replace(forward, tokens=following)
+            forward = replace(forward, tokens=on_device(following, self.device))
         fused = None if features is None else self.model.fuse(features)
         hidden = self.model.forward(forward, fused, self.kv)
         self.last[forward.rows] = hidden[forward.q_starts[1:] - 1]
-        ends = forward.prefix_lens + forward.q_starts.diff()
-        self.written[forward.rows] = self.known[forward.rows] = ends
 
     def verified(self, batch: DraftBatch, counts: Tensor, features: Tensor | None) -> None:
         """See `KVDrafter`. The rows wait; requests with too many of them catch up."""
@@ -142,7 +145,8 @@ class ModelDrafter:
             assert features is not None
             new = span(rows, self.known[rows], known - self.known[rows])
             place = new.positions - self.written[rows][new.request]
-            self._waiting[rows[new.request], place] = self.model.fuse(features)
+            at = on_device(torch.stack((rows[new.request], place)), self.device)
+            self._waiting[at[0], at[1]] = self.model.fuse(features)
         self.known[rows] = known
 
     def _extend(self, rows: Tensor, tokens: Tensor) -> None:
@@ -154,12 +158,21 @@ class ModelDrafter:
         todo = span(rows[behind], self.written[rows[behind]], waiting[behind])
         at = todo.rows[todo.request]
         forward = todo.forward(tokens[at, todo.positions + self.shift].long(), self.req_to_token)
-        features = None if self._waiting is None else self._waiting[at, todo.within()]
+        features = None
+        if self._waiting is not None:
+            waits = on_device(torch.stack((at, todo.within())), self.device)
+            features = self._waiting[waits[0], waits[1]]
         hidden = self.model.forward(forward, features, self.kv)
-        self.last[todo.rows] = hidden[todo.ends]
+        self.last[forward.rows] = hidden[on_device(todo.ends, self.device)]
         self.written[todo.rows] += todo.counts
         self._totals.extends += 1
         self._totals.extended_rows += len(at)
+
+    def catch_up(self, rows: Tensor, lengths: Tensor, tokens: npt.NDArray[np.int32]) -> None:
+        """Write all that is known of these rows, their roots included where the model reads them.
+        lengths: [B] int64, of their texts; tokens: [num_rows, width], the texts."""
+        self._know_roots(rows, lengths)
+        self._extend(rows, torch.from_numpy(tokens))
 
     def written_len(self, row: int) -> int:
         """See `KVDrafter`."""
@@ -202,8 +215,7 @@ class ModelDrafter:
         self._begun = time.perf_counter()
         drafting = batch if len(wanted) == len(batch.rows) else batch.take(wanted)
         rows = torch.from_numpy(drafting.rows)
-        self._know_roots(rows, torch.from_numpy(drafting.lengths))
-        self._extend(rows, torch.from_numpy(batch.tokens))
+        self.catch_up(rows, torch.from_numpy(drafting.lengths), batch.tokens)
         trees = self._grow(drafting) if self.topology is None else self._draw(drafting)
         return trees if drafting is batch else _spread(trees, batch, wanted)
 
@@ -213,8 +225,10 @@ class ModelDrafter:
         assert self.shift == 0 or torch.equal(self.known[rows], known), "features are missing"
         self.known[rows] = known
 
-    def _columns(self, rows: Tensor) -> DraftTrees:
-        return DraftTrees(self.req_to_token, rows, self.written[rows])
+    def _columns(self, rows: Tensor) -> tuple[DraftTrees, Tensor]:
+        """Where the trees of these rows lie, and what the model said of their roots."""
+        at, prefix = on_device(torch.stack((rows, self.written[rows])), self.device)
+        return DraftTrees(self.req_to_token, at, prefix), self.last[at]
 
     def _run(
         self, columns: DraftTrees, request: Tensor, nodes: tuple[Tensor, Tensor, int], above: Tensor
@@ -228,47 +242,54 @@ class ModelDrafter:
 
     def _grow(self, batch: DraftBatch) -> TokenTree:
         """The best trees that a few steps find."""
-        shape, rows = self.shape, torch.from_numpy(batch.rows)
+        shape, size = self.shape, len(batch.rows)
         # A tree of n nodes is at most n - 1 deep.
         steps = min(shape.steps, int(batch.max_nodes.max()) - 1)
         trees = GrownTrees(
-            torch.from_numpy(batch.roots()),
-            torch.from_numpy(batch.lengths),
+            on_device(batch.roots(), self.device),
+            on_device(batch.lengths, self.device),
             batch.sampling,
             steps=steps,
             topk=shape.topk,
             draft_tokens=shape.draft_tokens,
             shared_noise=shape.shared_noise,
         )
-        columns, hidden = self._columns(rows), self.last[rows]
+        columns, hidden = self._columns(torch.from_numpy(batch.rows))
         sampled = _sampled(batch)
-        scale = self.scale.of(sampled)
         trees.expand(self.model.logits(hidden), self.model.token_ids)
-        request = torch.arange(len(rows)).repeat_interleave(shape.topk)
+        request = torch.arange(size, device=self.device).repeat_interleave(shape.topk)
         for _ in range(steps - 1):
-            chances = float((trees.chances() * scale).clamp(max=1.0).sum())
-            if not self.economy.deeper(len(rows), chances, batch.plain_ms):
+            if not self._deeper(trees, sampled, batch.plain_ms):
                 break
             begun = time.perf_counter()
             edge = trees.frontier()
-            above = hidden.view(len(rows), -1, hidden.shape[1])
+            above = hidden.view(size, -1, hidden.shape[1])
             above = above[request, edge.parents.flatten()]
             nodes = (edge.tokens.flatten(), edge.words.flatten(), edge.depth)
             hidden = self._run(columns, request, nodes, above)
             trees.expand(self.model.logits(hidden), self.model.token_ids)
-            self.economy.note_step(len(rows), (time.perf_counter() - begun) * 1e3)
-        return self.scale.apply(trees.finish(torch.from_numpy(batch.max_nodes)), sampled)
+            if batch.plain_ms is not None:
+                wait_for(self.device)
+                self.economy.note_step(size, (time.perf_counter() - begun) * 1e3)
+        most = on_device(batch.max_nodes, self.device)
+        return self.scale.apply(trees.finish(most), sampled)
+
+    def _deeper(self, trees: GrownTrees, sampled: Tensor, plain_ms: float | None) -> bool:
+        """Whether another level pays; whole trees are asked for where there is no price."""
+        if plain_ms is None:
+            return True
+        chances = (trees.chances() * self.scale.of(sampled)).clamp(max=1.0)
+        return self.economy.deeper(len(sampled), float(chances.sum()), plain_ms)
 
     def _draw(self, batch: DraftBatch) -> TokenTree:
         """Trees of the prescribed shape with tokens drawn from the draft's own distribution."""
         assert self.topology is not None
-        rows = torch.from_numpy(batch.rows)
-        parents = torch.tensor(self.topology.parents)
+        parents = torch.tensor(self.topology.parents, device=self.device)
         trees = SampledTrees(batch, self.topology, self.model.token_ids)
-        columns = self._columns(rows)
-        words = torch.zeros(len(rows), len(parents), dtype=torch.int64)
-        hidden = self.last.new_zeros(len(rows), len(parents), self.last.shape[1])
-        hidden[:, 0] = self.last[rows]
+        columns, roots = self._columns(torch.from_numpy(batch.rows))
+        words = torch.zeros_like(trees.tokens)
+        hidden = self.last.new_zeros(*trees.tokens.shape, self.last.shape[1])
+        hidden[:, 0] = roots
         for level in trees.levels():
             request, node = level.request, level.node
             if level.depth:
@@ -281,7 +302,7 @@ class ModelDrafter:
 
 
 def _sampled(batch: DraftBatch) -> Tensor:
-    """[B] bool: which texts are sampled."""
+    """[B] bool: which texts are sampled, where the parameters lie."""
     if batch.sampling is None:
         return torch.zeros(len(batch.rows), dtype=torch.bool)
     return batch.sampling.temperature > 0
@@ -289,13 +310,14 @@ def _sampled(batch: DraftBatch) -> Tensor:
 
 def _spread(trees: TokenTree, batch: DraftBatch, where: npt.NDArray[np.int64]) -> TokenTree:
     """The trees of the requests at `where`, and roots alone for the rest of the batch."""
-    size, index = len(batch.rows), torch.from_numpy(where)
+    size, device = len(batch.rows), trees.tokens.device
+    index = on_device(where, device)
 
     def wide(values: Tensor, fill: float) -> Tensor:
         return values.new_full((size, *values.shape[1:]), fill).index_copy_(0, index, values)
 
     tokens = wide(trees.tokens, 0)
-    tokens[:, 0] = torch.from_numpy(batch.roots())
+    tokens[:, 0] = on_device(batch.roots(), device)
     scores, draft = trees.scores, trees.draft
     return TokenTree(
         tokens=tokens,

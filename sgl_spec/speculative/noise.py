@@ -29,7 +29,8 @@ def exponential(bits: Tensor) -> Tensor:
 
 def row_keys(seed: Tensor, positions: Tensor) -> Tensor:
     """[R, 2] int32: two independent hash words of (seed, position) for each row."""
-    key = seed.to(torch.int32)[:, None] + _LANES.to(seed.device)
+    word = seed.to(torch.int32)
+    key = torch.stack([word + lane for lane in _LANES], 1)
     _mix(key)
     _mix(key.add_((seed >> 32).to(torch.int32)[:, None]))
     return _mix(key.add_(positions.to(torch.int32)[:, None]))
@@ -93,4 +94,4 @@ def _signed(word: int) -> int:
     return word - (1 << 32) if word >> 31 else word
 
 
-_LANES = torch.tensor([_signed(0x9E3779B9), 0x243F6A88], dtype=torch.int32)
+_LANES = (_signed(0x9E3779B9), 0x243F6A88)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sgl_spec.layers.transfer import on_device
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.noise import Stream, exponential, noise_bits, stream_keys
 from sgl_spec.speculative.sampling import one_thread
@@ -35,21 +36,24 @@ class SampledTrees:
 
     topology: what the engine prescribes (`DrafterContext.topology`). ids: [W] int64, the token of
     each column of the drafter's logits; None where the columns are the vocabulary. tokens: [B, N]
-    int64, filled as levels grow.
+    int64, filled as levels grow. All lies on the device of `batch.sampling`, which is the target's.
     """
 
     def __init__(self, batch: DraftBatch, topology: Topology, ids: Tensor | None = None) -> None:
         assert batch.sampling is not None
         self.seed = batch.sampling.seed
         self.temperature = batch.sampling.temperature
-        self.ids = ids
-        self.lengths = torch.from_numpy(batch.lengths)
-        self.num_nodes = torch.from_numpy(batch.max_nodes).clamp(max=topology.width)
-        self.tokens = torch.zeros(len(batch.rows), topology.width, dtype=torch.int64)
-        self.tokens[:, 0] = torch.from_numpy(batch.tokens[batch.rows, batch.lengths - 1]).long()
-        self._parents = torch.tensor(topology.parents)
-        self._depths = torch.tensor(topology.depths())
-        self._children = _padded(topology.children())
+        device = self.seed.device
+        self.ids = None if ids is None else on_device(ids, device)
+        self.lengths = on_device(batch.lengths, device)
+        self.num_nodes = on_device(batch.max_nodes, device).clamp(max=topology.width)
+        size = (len(batch.rows), topology.width)
+        self.tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        self.tokens[:, 0] = on_device(batch.roots(), device)
+        self._parents = torch.tensor(topology.parents, device=device)
+        self._depths = torch.tensor(topology.depths(), device=device)
+        self._children = on_device(_padded(topology.children()), device)
+        self._deepest = max(topology.depths())
         self._row_of = torch.full_like(self.tokens, -1)
         self._probs: list[Tensor] = []
 
@@ -58,7 +62,7 @@ class SampledTrees:
         any token is."""
         first = self._children[:, 0]
         grows = (first >= 0) & (first < self.num_nodes[:, None])  # [B, N]
-        for depth in range(int(self._depths.max())):
+        for depth in range(self._deepest):
             request, node = torch.nonzero(grows & (self._depths == depth), as_tuple=True)
             if not request.numel():
                 return
@@ -68,6 +72,7 @@ class SampledTrees:
         """Draw the children of a level's nodes. logits: [M, W] float32, the drafter's, W at least
         the children of a node."""
         request, kids = level.request, self._children[level.node]
+        logits = on_device(logits, self.tokens.device)
         count = int((kids >= 0).sum(1).max())
         where = self.lengths[request] + level.depth
         temperature, seed = self.temperature[request], self.seed[request]
@@ -78,13 +83,15 @@ class SampledTrees:
         )
         self.tokens[request[at], kids[at, rank]] = picked[at, rank]
         start = sum(p.shape[0] for p in self._probs)
-        self._row_of[request, level.node] = torch.arange(start, start + len(request))
+        places = torch.arange(start, start + len(request), device=request.device)
+        self._row_of[request, level.node] = places
         self._probs.append(probs)
 
     def finish(self) -> TokenTree:
         """The trees, with what their tokens were drawn from."""
         width = 1 if self.ids is None else len(self.ids)
-        probs = torch.cat(self._probs) if self._probs else torch.zeros(0, width)
+        none = torch.zeros(0, width, device=self.tokens.device)
+        probs = torch.cat(self._probs) if self._probs else none
         return TokenTree(
             tokens=self.tokens,
             parents=self._parents.expand_as(self.tokens).clone(),
@@ -98,7 +105,7 @@ def require_sampled(tree: TokenTree, topology: Topology) -> None:
     would bias the text."""
     if tree.width > topology.width:
         raise ValueError(f"a sampled tree has at most {topology.width} nodes, got {tree.width}")
-    wanted = torch.tensor(topology.parents[: tree.width])
+    wanted = torch.tensor(topology.parents[: tree.width], device=tree.parents.device)
     if bool(((tree.parents != wanted) & tree.used()).any()):
         raise ValueError(f"sampled trees have the parents {list(topology.parents)}")
     if tree.draft is None and int(tree.num_nodes.max()) > 1:
@@ -118,7 +125,7 @@ def draw_siblings(
     """
     assert logits.shape[1] >= count, f"{count} distinct drafts out of {logits.shape[1]} tokens"
     greedy = (temperature == 0)[:, None]
-    tokens = torch.arange(logits.shape[1]) if ids is None else ids
+    tokens = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
     with one_thread(logits):
         q = (logits / temperature[:, None].masked_fill(greedy, 1)).softmax(1)
         scores = exponential(noise_bits(keys, tokens.to(torch.int32))).div_(q)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
+from sgl_spec.layers.transfer import on_device
 from sgl_spec.speculative.tree import TokenTree
 
 FloatArray = npt.NDArray[np.float64]
@@ -87,7 +87,7 @@ def choose_nodes(tree: TokenTree, table: CostTable, min_gain: float = 0.0) -> Te
     keep = np.zeros_like(drafted)
     keep[:, 0] = True
     keep.reshape(-1)[flat[order[:count]]] = True
-    return torch.from_numpy(keep).to(tree.tokens.device)
+    return on_device(keep, tree.tokens.device)
 
 
 def keep_nodes(tree: TokenTree, mask: Tensor) -> TokenTree:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sgl_spec.layers.transfer import on_device
+
 MAX_TREE_NODES = 64  # an ancestor set is one int64 word per node
 
 
@@ -31,6 +33,11 @@ class DraftProbs:
         wide = probs.new_zeros(probs.shape[0], vocab_size)
         return wide.index_copy_(1, self.ids, probs)
 
+    def to(self, device: torch.device) -> DraftProbs:
+        """The same on a device."""
+        ids = None if self.ids is None else on_device(self.ids, device)
+        return DraftProbs(on_device(self.probs, device), on_device(self.row_of, device), ids)
+
     def take(self, order: Tensor) -> DraftProbs:
         """Nodes in another order: node i of the result is node order[:, i] (order: [B, N])."""
         return replace(self, row_of=self.row_of.gather(1, order))
@@ -46,6 +53,10 @@ class NodeMasks:
 
     words: Tensor
     row_of: Tensor
+
+    def to(self, device: torch.device) -> NodeMasks:
+        """The same on a device."""
+        return NodeMasks(on_device(self.words, device), on_device(self.row_of, device))
 
     def take(self, order: Tensor) -> NodeMasks:
         """Nodes in another order: node i of the result is node order[:, i] (order: [B, N])."""
@@ -115,6 +126,20 @@ class TokenTree:
             scores = torch.minimum(scores, scores.gather(1, link))
             link = link.gather(1, link)
         return scores
+
+    def to(self, device: torch.device) -> TokenTree:
+        """The same trees on a device, with what hangs on them; no copy where they are there."""
+        if self.tokens.device == device:
+            return self
+        draft, allowed = self.draft, self.allowed
+        return TokenTree(
+            tokens=on_device(self.tokens, device),
+            parents=on_device(self.parents, device),
+            num_nodes=on_device(self.num_nodes, device),
+            scores=None if self.scores is None else on_device(self.scores, device),
+            draft=None if draft is None else draft.to(device),
+            allowed=None if allowed is None else allowed.to(device),
+        )
 
     def validate(self, vocab_size: int) -> None:
         """Raise `ValueError` naming the first rule above that a tree breaks.
@@ -207,3 +232,7 @@ class AcceptResult:
     tokens: Tensor
     path: Tensor
     counts: Tensor
+
+    def on_host(self) -> AcceptResult:
+        """The same on the CPU: this waits for the device."""
+        return AcceptResult(self.tokens.cpu(), self.path.cpu(), self.counts.cpu())
