@@ -1,30 +1,45 @@
-"""What `bench.kernels` times: each kernel on the shapes of an 8B Llama, beside the bytes that it
-must move and what torch does in its place."""
+"""What `bench.kernels` times of a forward: each kernel on the shapes of an 8B Llama with SmolLM2's
+vocabulary and of its EAGLE3 head, beside the bytes that it must move and what torch does in its
+place. `tree_cases` has the kernels of drafting and sampling."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgl_spec_kernels import compact, draft_topk, filters, reject, sample, tree_attn, tree_build
+from sgl_spec_kernels import tree_attn
 from sgl_spec_kernels.rms_norm import rms_norm
 from sgl_spec_kernels.rope_kv import rope_kv
 from sgl_spec_kernels.silu_mul import silu_mul
-from sgl_spec_kernels.skinny_gemm import GemmShape, gemm_work, skinny_gemm
+from sgl_spec_kernels.skinny_gemm import GemmShape, GemmWork, gemm_work, skinny_gemm, wins
 
 Call = Callable[[], object]
 DEVICE = "cuda"
-HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, DRAFT_VOCAB = 4096, 32, 8, 128, 14336, 128256, 32000
+HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, DRAFT_VOCAB = 4096, 32, 8, 128, 14336, 49152, 32000
 LINEARS = {
     "qkv": (6144, HIDDEN),
     "o": (HIDDEN, HIDDEN),
     "gate_up": (2 * INNER, HIDDEN),
     "down": (HIDDEN, INNER),
+    "head": (VOCAB, HIDDEN),
+    "draft qkv": (6144, 2 * HIDDEN),
+    "draft fuse": (HIDDEN, 3 * HIDDEN),
+    "draft head": (DRAFT_VOCAB, HIDDEN),
 }
+# requests, rows of each, cached tokens of each
+TREES = [
+    (1, 1, 600),
+    (1, 8, 600),
+    (8, 8, 600),
+    (48, 1, 600),
+    (48, 8, 600),
+    (48, 8, 2000),
+    (1, 8, 16000),
+]
 _BF16 = torch.bfloat16
 
 
@@ -34,83 +49,94 @@ class Case:
 
     bytes: each input read once, each output written once. prepare: a fresh set of inputs and the
     call on it; several sets together exceed the L2 cache. baseline: the same for torch, if it has
-    an equivalent.
+    an equivalent. flops: of the matrix products, where they may take longer than the bytes.
     """
 
     name: str
     bytes: int
     prepare: Callable[[], Call]
     baseline: Callable[[], Call] | None = None
+    flops: float = 0.0
 
 
-def all_cases() -> Iterator[Case]:
-    """Every kernel."""
-    for batch, q_len, length in (
-        (1, 1, 500),
-        (1, 8, 500),
-        (8, 8, 1000),
-        (48, 1, 500),
-        (48, 8, 500),
-    ):
-        yield attention(batch, q_len, length)
-    yield attention(1, 8, 16000)
+def model_cases() -> Iterator[Case]:
+    """Everything between the embedding and the logits."""
     for name, (outputs, inputs) in LINEARS.items():
-        for rows in (1, 8, 16):
+        for rows in (1, 2, 4, 8, 16, 32, 64):
             yield linear(name, rows, outputs, inputs)
-    for rows in (8, 384):
+    for shape in TREES:
+        yield attention(*shape)
+    for tokens in (512, 2048, 8192):
+        yield chunk(tokens)
+    for rows in (1, 8, 48, 384):
         yield norm(rows)
         yield rope(rows)
         yield gate(rows)
-    for batch in (1, 48):
-        yield topk(batch)
-        yield trees(batch)
-        yield compaction(batch)
-        for filtered in (False, True):
-            yield walk(batch, filtered=filtered)
-        yield levels(batch)
-        yield rejection(batch)
+    for batch, q_len in ((1, 1), (1, 8), (8, 1), (8, 8), (48, 1)):
+        yield layer(batch, q_len, 600)
 
 
-def _rand(*shape: int, dtype: torch.dtype = _BF16) -> Tensor:
-    return torch.randn(*shape, device=DEVICE).to(dtype)
+def rand(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Normal values, in the dtype of the model if none is given."""
+    return torch.randn(*shape, device=DEVICE).to(dtype or _BF16)
 
 
-def _ints(*values: int) -> Tensor:
-    return torch.tensor(values, device=DEVICE)
+def _attn_call(q: Tensor, batch: int, q_len: int, length: int, *, causal: bool) -> Call:
+    """Attention of q [batch * q_len, HEADS, DIM] over a cache of its own whose slots are
+    scattered."""
+    columns, group = length + q_len, HEADS // KV_HEADS
+    kv = rand(2, batch * columns, KV_HEADS, DIM)
+    words = ((2 << torch.arange(q_len, device=DEVICE)) - 1).repeat(batch)
+    plan = tree_attn.plan_tree_attn(
+        torch.randperm(batch * columns, device=DEVICE).view(batch, -1).int(),
+        torch.arange(batch, device=DEVICE),
+        torch.full((batch,), length, device=DEVICE),
+        torch.arange(batch + 1, device=DEVICE) * q_len,
+        None if causal else words,
+        heads_per_kv=group,
+        kv_heads=KV_HEADS,
+        max_q_len=q_len,
+        work=tree_attn.attn_work(batch, KV_HEADS, q_len, group, DIM, DEVICE),
+    )
+    return lambda: tree_attn.tree_attn(q, kv[0], kv[1], plan, DIM**-0.5)
+
+
+def _attn_bytes(batch: int, q_len: int, length: int) -> int:
+    return 4 * batch * DIM * ((length + q_len) * KV_HEADS + q_len * HEADS)
 
 
 def attention(batch: int, q_len: int, length: int) -> Case:
-    """Rows of `batch` requests over `length` cached tokens, slots scattered."""
+    """Rows of `batch` requests over `length` cached tokens."""
     columns = length + q_len
-    kv_bytes = 2 * batch * columns * KV_HEADS * DIM * 2
-    group = HEADS // KV_HEADS
 
     def prepare() -> Call:
-        kv = _rand(2, batch * columns, KV_HEADS, DIM)
-        table = torch.randperm(batch * columns, device=DEVICE).view(batch, -1).int()
-        plan = tree_attn.plan_tree_attn(
-            table,
-            torch.arange(batch, device=DEVICE),
-            torch.full((batch,), length, device=DEVICE),
-            torch.arange(batch + 1, device=DEVICE) * q_len,
-            ((2 << torch.arange(q_len, device=DEVICE)) - 1).repeat(batch),
-            heads_per_kv=group,
-            kv_heads=KV_HEADS,
-            max_q_len=q_len,
-            work=tree_attn.attn_work(batch, KV_HEADS, q_len, group, DIM, DEVICE),
-        )
-        q = _rand(batch * q_len, HEADS, DIM)
-        return lambda: tree_attn.tree_attn(q, kv[0], kv[1], plan, DIM**-0.5)
+        q = rand(batch * q_len, HEADS, DIM)
+        return _attn_call(q, batch, q_len, length, causal=False)
 
     def baseline() -> Call:
         """Contiguous keys and a dense mask: less than a server has to do."""
-        k, v = _rand(2, batch, KV_HEADS, columns, DIM)
-        q = _rand(batch, HEADS, q_len, DIM)
+        k, v = rand(2, batch, KV_HEADS, columns, DIM)
+        q = rand(batch, HEADS, q_len, DIM)
         mask = torch.ones(q_len, columns, dtype=torch.bool, device=DEVICE).tril(length)
         return lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
 
-    moved = kv_bytes + 2 * batch * q_len * HEADS * DIM * 2
-    return Case(f"attention {batch} x {q_len}, {length} cached", moved, prepare, baseline)
+    name = f"attention {batch} x {q_len}, {length} cached"
+    return Case(name, _attn_bytes(batch, q_len, length), prepare, baseline)
+
+
+def chunk(tokens: int) -> Case:
+    """Causal attention of the first chunk of a prompt."""
+
+    def prepare() -> Call:
+        return _attn_call(rand(tokens, HEADS, DIM), 1, tokens, 0, causal=True)
+
+    def baseline() -> Call:
+        k, v = rand(2, 1, KV_HEADS, tokens, DIM)
+        q = rand(1, HEADS, tokens, DIM)
+        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    flops = 2.0 * tokens * (tokens + 1) * HEADS * DIM
+    return Case(f"prompt of {tokens}", _attn_bytes(1, tokens, 0), prepare, baseline, flops)
 
 
 def linear(name: str, rows: int, outputs: int, inputs: int, shape: GemmShape | None = None) -> Case:
@@ -118,14 +144,14 @@ def linear(name: str, rows: int, outputs: int, inputs: int, shape: GemmShape | N
     added = name in ("o", "down")
 
     def prepare() -> Call:
-        weight, x = _rand(outputs, inputs), _rand(rows, inputs)
-        stream = _rand(rows, outputs) if added else None
-        out = stream if stream is not None else torch.empty_like(_rand(rows, outputs))
+        weight, x = rand(outputs, inputs), rand(rows, inputs)
+        stream = rand(rows, outputs) if added else None
+        out = stream if stream is not None else torch.empty_like(rand(rows, outputs))
         work = gemm_work([(outputs, inputs)], rows, DEVICE)
         return lambda: skinny_gemm(x, weight, work, None, stream, out, shape)
 
     def baseline() -> Call:
-        weight, x, stream = _rand(outputs, inputs), _rand(rows, inputs), _rand(rows, outputs)
+        weight, x, stream = rand(outputs, inputs), rand(rows, inputs), rand(rows, outputs)
         if added:
             return lambda: torch.addmm(stream, x, weight.T)
         return lambda: F.linear(x, weight)
@@ -138,12 +164,12 @@ def norm(rows: int) -> Case:
     """RMSNorm with the residual."""
 
     def prepare() -> Call:
-        x, stream, weight = _rand(rows, HIDDEN), _rand(rows, HIDDEN), _rand(HIDDEN)
+        x, stream, weight = rand(rows, HIDDEN), rand(rows, HIDDEN), rand(HIDDEN)
         out = torch.empty_like(x)
         return lambda: rms_norm(x, weight, 1e-5, stream, out)
 
     def baseline() -> Call:
-        x, stream, weight = _rand(rows, HIDDEN), _rand(rows, HIDDEN), _rand(HIDDEN)
+        x, stream, weight = rand(rows, HIDDEN), rand(rows, HIDDEN), rand(HIDDEN)
         return lambda: F.rms_norm(stream.add_(x), weight.shape, weight, 1e-5)
 
     return Case(f"norm + residual x {rows}", 2 * HIDDEN * (4 * rows + 1), prepare, baseline)
@@ -153,7 +179,7 @@ def rope(rows: int) -> Case:
     """Rotary and KV write."""
 
     def prepare() -> Call:
-        qkv, cache = _rand(rows, (HEADS + 2 * KV_HEADS) * DIM), _rand(2, 4096, KV_HEADS, DIM)
+        qkv, cache = rand(rows, (HEADS + 2 * KV_HEADS) * DIM), rand(2, 4096, KV_HEADS, DIM)
         angles = torch.rand(8192, DIM // 2, device=DEVICE) * 6
         cos, sin = angles.cos(), angles.sin()
         slots = torch.randperm(4096, device=DEVICE)[:rows]
@@ -167,152 +193,63 @@ def gate(rows: int) -> Case:
     """SiLU x mul."""
 
     def prepare() -> Call:
-        x = _rand(rows, 2 * INNER)
+        x = rand(rows, 2 * INNER)
         return lambda: silu_mul(x)
 
     def baseline() -> Call:
-        x = _rand(rows, 2 * INNER)
+        x = rand(rows, 2 * INNER)
         return lambda: F.silu(x[:, :INNER]).mul_(x[:, INNER:])
 
     return Case(f"silu x mul x {rows}", 2 * 3 * rows * INNER, prepare, baseline)
 
 
-def topk(batch: int) -> Case:
-    """Draft top 4 of 4 rows a request, with the target's noise."""
-    rows = 4 * batch
-
-    def prepare() -> Call:
-        logits = _rand(rows, DRAFT_VOCAB)
-        values = torch.empty(rows, 4, device=DEVICE)
-        tokens = torch.empty(rows, 4, dtype=torch.int64, device=DEVICE)
-        work = draft_topk.topk_work(rows, DRAFT_VOCAB, 4, DEVICE)
-        numbers, warm = torch.arange(batch, device=DEVICE), torch.ones(batch, device=DEVICE)
-        ids = torch.randperm(VOCAB, device=DEVICE)[:DRAFT_VOCAB]
-        return lambda: draft_topk.draft_topk(
-            logits,
-            values,
-            tokens,
-            work,
-            error=0.7,
-            depth=1,
-            lengths=numbers,
-            seed=numbers,
-            temperature=warm,
-            ids=ids,
-        )
-
-    def baseline() -> Call:
-        logits = _rand(rows, DRAFT_VOCAB)
-        return lambda: logits.float().log_softmax(-1).topk(4)
-
-    moved = 2 * rows * DRAFT_VOCAB + 8 * DRAFT_VOCAB
-    return Case(f"draft top 4 x {rows}", moved, prepare, baseline)
+def product(x: Tensor, weight: Tensor, work: GemmWork, added: Tensor | None = None) -> Tensor:
+    """x W^T, added to a stream in place if there is one, by whatever is faster."""
+    shape = wins(x.shape[0], *weight.shape)
+    if shape is None:
+        return torch_product(x, weight, work, added)
+    y: Tensor = skinny_gemm(x, weight, work, None, added, added, shape)
+    return y
 
 
-def trees(batch: int) -> Case:
-    """A step of growth and the building of (5, 4, 8) trees: two kernels."""
+def torch_product(x: Tensor, weight: Tensor, work: GemmWork, added: Tensor | None = None) -> Tensor:
+    """The same by torch."""
+    return F.linear(x, weight) if added is None else added.addmm_(x, weight.T)
 
-    def prepare() -> Call:
-        state = tree_build.grow_state(batch, 5, 4, DEVICE)
-        tree = tree_build.device_tree(batch, 8, DEVICE)
-        state.cand_scores.uniform_(-9, -1)
-        log_probs = -torch.rand(4 * batch, 4, device=DEVICE)
-        tokens = torch.randint(VOCAB, (4 * batch, 4), device=DEVICE)
-        rows = torch.arange(batch, device=DEVICE)
-        table = torch.randint(4096, (batch, 64), dtype=torch.int32, device=DEVICE)
+
+def layer(batch: int, q_len: int, length: int) -> Case:
+    """A whole layer, nine kernels; torch's: with its own products in place of ours."""
+    rows, width = batch * q_len, (HEADS + 2 * KV_HEADS) * DIM
+    shapes = [LINEARS[name] for name in ("qkv", "o", "gate_up", "down")]
+
+    def make(linear: Callable[..., Tensor]) -> Call:
+        qkv_w, o_w, gate_w, down_w = (rand(*shape) * 0.02 for shape in shapes)
+        x, stream, norm_w = rand(rows, HIDDEN), rand(rows, HIDDEN), rand(HIDDEN)
+        work = gemm_work(shapes, rows, DEVICE)
+        angles = torch.rand(8192, DIM // 2, device=DEVICE) * 6
+        cos, sin, cache = angles.cos(), angles.sin(), rand(2, 4096, KV_HEADS, DIM)
+        slots = torch.randperm(4096, device=DEVICE)[:rows]
+        q = torch.empty(rows, HEADS, DIM, dtype=_BF16, device=DEVICE)
+        attend = _attn_call(q, batch, q_len, length, causal=False)
 
         def call() -> None:
-            where = {"rows": rows, "req_to_token": table}
-            tree_build.grow_tree(
-                state, log_probs, tokens, 2, prefix_lens=rows * 0, last=False, **where
-            )
-            tree_build.build_tree(tree, state, rows, 5, committed_lens=rows * 0, **where)
+            qkv = linear(rms_norm(x, norm_w, 1e-5, stream), qkv_w, work)
+            rope_kv(qkv.view(rows, width), cache[0], cache[1], cos, sin, slots, slots)
+            mixed = attend()
+            assert isinstance(mixed, Tensor)
+            linear(mixed, o_w, work, stream)
+            inner = silu_mul(linear(rms_norm(stream, norm_w, 1e-5), gate_w, work))
+            linear(inner, down_w, work, stream)
 
         return call
 
-    return Case(f"grow + build tree x {batch}", batch * (68 * 20 + 8 * 56), prepare)
+    def torch_product(
+        x: Tensor, weight: Tensor, _: GemmWork, added: Tensor | None = None
+    ) -> Tensor:
+        return F.linear(x, weight) if added is None else added.addmm_(x, weight.T)
 
-
-def compaction(batch: int) -> Case:
-    """Renaming the slots of trees of 8."""
-
-    def prepare() -> Call:
-        rows = torch.arange(batch, device=DEVICE)
-        table = torch.randint(4096, (batch, 64), dtype=torch.int32, device=DEVICE)
-        path = _ints(0, 2, 5, 0, 0, 0, 0, 0).repeat(batch, 1)
-        counts, zero = torch.full_like(rows, 3), torch.zeros_like(rows)
-        return lambda: compact.rename_slots(table, rows, zero, path, counts, 8)
-
-    return Case(f"rename slots x {batch}", batch * (8 * 8 + 64 + 24), prepare)
-
-
-def _eights(batch: int) -> tuple[sample.Trees, sample.Walked]:
-    """Chains of 8 random tokens at temperature 1."""
-    logits = _rand(8 * batch, VOCAB, dtype=torch.float32)
-    number = torch.arange(batch, device=DEVICE)
-    chain = torch.arange(8, device=DEVICE).repeat(batch, 1)
-    trees = sample.Trees(
-        tokens=torch.randint(VOCAB, (batch, 8), device=DEVICE),
-        parents=chain - 1,
-        depths=chain,
-        num_nodes=torch.full_like(number, 8),
-        logits=logits,
-        row_offsets=number * 8,
-        committed_lens=number,
-        seed=number,
-        temperature=torch.ones(batch, device=DEVICE),
-    )
-    return trees, sample.walked(batch, 8, VOCAB, DEVICE)
-
-
-def walk(batch: int, *, filtered: bool) -> Case:
-    """Sample-and-follow where every node is drawn."""
-    rows = 8 * batch
-
-    def prepare() -> Call:
-        trees, out = _eights(batch)
-        if not filtered:
-            return lambda: sample.draw_all(trees, out)
-        warm = torch.ones(batch, device=DEVICE)
-        settings = (warm, torch.full_like(trees.seed, 50), warm.double() * 0.9, warm * 0)
-        cuts, heads = torch.zeros_like(trees.tokens), filters.cut_heads(rows, DEVICE)
-        narrowed = replace(trees, cuts=cuts)
-
-        def call() -> None:
-            where = (trees.logits, trees.row_offsets, trees.num_nodes)
-            filters.token_cuts(*where, *settings, cuts, heads)
-            sample.draw_all(narrowed, out)
-
-        return call
-
-    def baseline() -> Call:
-        logits = _rand(rows, VOCAB, dtype=torch.float32)
-        noise = torch.empty_like(logits).exponential_()
-        return lambda: (logits.softmax(-1) / noise).argmax(-1)
-
-    name = f"{'top_k, top_p, ' if filtered else ''}draw all + follow x {rows}"
-    return Case(name, 4 * rows * VOCAB, prepare, None if filtered else baseline)
-
-
-def levels(batch: int) -> Case:
-    """Sample-and-follow level by level, six of them; random drafts end at the first."""
-
-    def prepare() -> Call:
-        trees, out = _eights(batch)
-        return lambda: sample.draw_walk(trees, out, 6)
-
-    return Case(f"draw 6 levels x {batch}", 4 * batch * VOCAB, prepare)
-
-
-def rejection(batch: int) -> Case:
-    """The rejection rule; random drafts end at the first."""
-
-    def prepare() -> Call:
-        trees, out = _eights(batch)
-        probs = torch.rand(8 * batch, DRAFT_VOCAB, device=DEVICE)
-        row_of = torch.arange(8 * batch, device=DEVICE).view(batch, 8)
-        ids = torch.randperm(VOCAB, device=DEVICE)[:DRAFT_VOCAB]
-        space = reject.reject_space(batch, VOCAB, DEVICE)
-        return lambda: reject.reject_and_follow(trees, probs, row_of, out, space, ids)
-
-    return Case(f"rejection x {batch}", 4 * batch * (VOCAB + DRAFT_VOCAB), prepare)
+    weights = sum(outputs * inputs for outputs, inputs in shapes)
+    moved = 2 * weights + _attn_bytes(batch, q_len, length)
+    name = f"layer {batch} x {q_len}, {length} cached"
+    flops = 2.0 * rows * weights
+    return Case(name, moved, lambda: make(product), lambda: make(torch_product), flops)

@@ -123,6 +123,8 @@ def test_equals_the_sampler(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("masked", [False, True])
-def test_equals_the_sampler_on_the_gpu(masked: bool) -> None:
-    for vocab, nodes in ((12, 1), (4095, 8), (4096, 3), (4097, 64), (128256, 2)):
-        check(vocab, nodes, masked=masked)
+@pytest.mark.parametrize(
+    ("vocab", "nodes"), [(12, 1), (4095, 8), (4096, 3), (4097, 64), (128256, 2)]
+)
+def test_equals_the_sampler_on_the_gpu(vocab: int, nodes: int, masked: bool) -> None:
+    check(vocab, nodes, masked=masked)

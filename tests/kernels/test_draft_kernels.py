@@ -284,14 +284,26 @@ def test_compaction(batch: int, nodes: int, width: int) -> None:
 
 
 @pytest.mark.gpu
-def test_on_the_gpu() -> None:
+def test_noise_and_meaningless_rows_on_the_gpu() -> None:
     check_noise()
     check_meaningless_rows()
-    for size in TOPKS + BIG_TOPKS:
-        check_topk(*size, noisy=True)
-        check_topk(*size, noisy=False)
-        check_siblings(*size)
-    for shape in SHAPES + BIG_SHAPES:
-        check_tree(*shape)
-    for size in ((1, 2, 2), (48, 8, 6), (200, 64, 9), (5, 33, 33)):
-        check_compact(*size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", TOPKS + BIG_TOPKS)
+def test_topk_on_the_gpu(size: tuple[int, int, int, int]) -> None:
+    check_topk(*size, noisy=True)
+    check_topk(*size, noisy=False)
+    check_siblings(*size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES + BIG_SHAPES)
+def test_trees_on_the_gpu(shape: tuple[int, int, int, int]) -> None:
+    check_tree(*shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(1, 2, 2), (48, 8, 6), (200, 64, 9), (5, 33, 33)])
+def test_compaction_on_the_gpu(size: tuple[int, int, int]) -> None:
+    check_compact(*size)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_runs import INTERPRETED
 
-from sgl_spec.bench import kernel_cases, kernels
+from sgl_spec.bench import kernel_cases, kernels, tree_cases
 from sgl_spec.errors import ConfigError
 from sgl_spec_kernels import filters, reject, sample
 
@@ -33,20 +33,29 @@ def test_every_case_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filters, "BLOCK", 64)
     monkeypatch.setattr(sample, "BLOCK", 64)
     monkeypatch.setattr(reject, "BLOCK", 64)
+    monkeypatch.setitem(kernel_cases.LINEARS, "qkv", (128, 32))
+    monkeypatch.setitem(kernel_cases.LINEARS, "o", (32, 64))
+    monkeypatch.setitem(kernel_cases.LINEARS, "gate_up", (64, 32))
+    monkeypatch.setitem(kernel_cases.LINEARS, "down", (32, 32))
     cases = [
         kernel_cases.attention(1, 2, 30),
+        kernel_cases.chunk(3),
         kernel_cases.linear("o", 2, 32, 64),
         kernel_cases.linear("qkv", 1, 48, 32),
         kernel_cases.norm(2),
         kernel_cases.rope(2),
         kernel_cases.gate(2),
-        kernel_cases.topk(1),
-        kernel_cases.trees(1),
-        kernel_cases.compaction(2),
-        kernel_cases.walk(1, filtered=False),
-        kernel_cases.walk(1, filtered=True),
-        kernel_cases.levels(1),
-        kernel_cases.rejection(1),
+        kernel_cases.layer(1, 2, 9),
+        tree_cases.topk(1, 24),
+        tree_cases.topk(1, 40),
+        tree_cases.trees(1),
+        tree_cases.compaction(2),
+        tree_cases.moving(2, layers=1),
+        tree_cases.ends(2),
+        tree_cases.walk(1, warm=False, filtered=False),
+        tree_cases.walk(1, warm=True, filtered=True),
+        tree_cases.levels(1, warm=True),
+        tree_cases.rejection(1),
     ]
     for case in cases:
         case.prepare()()
@@ -56,7 +65,8 @@ def test_every_case_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_cases_have_names_of_their_own() -> None:
-    names = [case.name for case in kernel_cases.all_cases()]
+    cases = [*kernel_cases.model_cases(), *tree_cases.tree_cases()]
+    names = [case.name for case in cases]
     assert len(names) == len(set(names))
     assert len(names) > 30
 
@@ -70,7 +80,7 @@ def test_needs_a_gpu() -> None:
 @pytest.mark.gpu
 def test_times_are_above_the_floor() -> None:
     bandwidth = kernels.read_bandwidth()
-    for case in (kernel_cases.linear("o", 8, 4096, 4096), kernel_cases.norm(8)):
+    for case in (kernel_cases.linear("o", 8, 4096, 4096), kernel_cases.attention(48, 8, 600)):
         row = kernels.measure(case, bandwidth)
         assert row["over_floor"] > 0.95, "faster than memory: the inputs lie in a cache"
         assert math.isfinite(row["us"])

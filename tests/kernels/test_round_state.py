@@ -150,6 +150,6 @@ def test_refuses_what_a_word_cannot_hold() -> None:
 
 
 @pytest.mark.gpu
-def test_on_the_gpu() -> None:
-    for shape in SHAPES + BIG_SHAPES:
-        check(*shape)
+@pytest.mark.parametrize("shape", SHAPES + BIG_SHAPES)
+def test_equals_the_twins_on_the_gpu(shape: tuple[int, int, int, int]) -> None:
+    check(*shape)

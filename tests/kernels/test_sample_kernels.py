@@ -251,15 +251,25 @@ def test_rejection(
     check_rejection(kind, batch, nodes, vocab, hot=hot)
 
 
+KINDS = ["random", "ties", "flat", "peaked", "masked"]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["random", "ties", "flat", "peaked", "masked"])
-def test_on_the_gpu(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_cuts_on_the_gpu(kind: str) -> None:
     for vocab in (5, 2047, 2048, 2049, 32000, 131072):
         check_cuts(kind, vocab, nodes=2)
-    for batch, nodes, vocab in ((1, 1, 4096), (11, 8, 16), (48, 8, 6), (7, 64, 90), (3, 5, 128256)):
-        check_walk(kind, batch, nodes, vocab)
-        check_rejection(kind, batch, nodes, vocab, hot=False)
-        check_rejection(kind, batch, nodes, vocab, hot=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "size", [(1, 1, 4096), (11, 8, 16), (48, 8, 6), (7, 64, 90), (3, 5, 128256)]
+)
+def test_walks_on_the_gpu(size: tuple[int, int, int], kind: str) -> None:
+    check_walk(kind, *size)
+    check_rejection(kind, *size, hot=False)
+    check_rejection(kind, *size, hot=True)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,127 @@
+"""Which cuts of the products and which constants of attention are best: for whoever tunes them.
+
+Products are swept at as many rows as the tensor cores take at a time; what wins there is then set
+against torch at every row count, and only what is faster goes into `skinny_gemm.TUNED`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sgl_spec.bench.kernel_cases import LINEARS, Call, attention, chunk, layer, rand
+from sgl_spec.bench.report import say
+from sgl_spec_kernels import chain, tree_attn
+from sgl_spec_kernels.skinny_gemm import GemmShape, gemm_work, skinny_gemm
+
+BUCKETS = (16, 32, 64)
+_AHEAD = (0, 4, 16)
+
+Timer = Callable[[list[Call]], float]
+
+
+def cuts(outputs: int, inputs: int, rows: int) -> Iterator[GemmShape]:
+    """Those that fill the card and fit into shared memory."""
+    tiles = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128))
+    for (block_n, block_k), split, stages in product(tiles, (1, 2, 3, 4, 6, 8), (3, 4, 6)):
+        programs = -(-outputs // block_n) * split
+        shared = stages * block_k * (block_n + rows) * 2
+        steps = -(-inputs // block_k) // split
+        if 120 <= programs <= 1100 and shared <= 200_000 and steps >= 2:
+            yield GemmShape(block_n, block_k, split, stages=stages)
+
+
+def sweep_linears(timed: Timer) -> list[dict[str, Any]]:
+    """For each product and bucket: torch's time, and those of the best cuts."""
+    found = []
+    for name, (outputs, inputs) in LINEARS.items():
+        sets = max(2, (1 << 28) // (2 * outputs * inputs))
+        weights = [rand(outputs, inputs) for _ in range(sets)]
+        for rows in BUCKETS:
+            times = _sweep_cuts(timed, weights, rows)
+            best = min(times, key=lambda shape: times[shape])
+            for ahead in _AHEAD:
+                times |= _sweep_cuts(timed, weights, rows, [replace(best, ahead=ahead)])
+            ranked = sorted(times.items(), key=lambda item: item[1])[:6]
+            x = rand(rows, inputs)
+            theirs = timed([_linear(x, weight) for weight in weights])
+            say(f"{name} x {rows}: torch {theirs:.2f}; {ranked[0][1]:.2f} {ranked[0][0]}")
+            found.append(
+                {"layer": name, "rows": rows, "torch_us": theirs}
+                | {"best": [{"shape": repr(shape), "us": us} for shape, us in ranked]}
+            )
+    return found
+
+
+def _linear(x: Tensor, weight: Tensor) -> Call:
+    return lambda: F.linear(x, weight)
+
+
+def _sweep_cuts(
+    timed: Timer, weights: list[Tensor], rows: int, shapes: list[GemmShape] | None = None
+) -> dict[GemmShape, float]:
+    outputs, inputs = weights[0].shape
+    x, work = rand(rows, inputs), gemm_work([(outputs, inputs)], rows, weights[0].device)
+    out = rand(rows, outputs)
+
+    def call(weight: Tensor, shape: GemmShape) -> Call:
+        return lambda: skinny_gemm(x, weight, work, None, None, out, shape)
+
+    candidates = shapes or list(cuts(outputs, inputs, rows))
+    return {shape: timed([call(w, shape) for w in weights]) for shape in candidates}
+
+
+def sweep_attention(timed: Timer) -> list[dict[str, Any]]:
+    """Times under other constants of `tree_attn`."""
+    trees = ((1, 1, 600), (1, 8, 600), (8, 8, 600), (48, 8, 600), (1, 8, 16000))
+    found = _constants(
+        timed,
+        [attention(*shape) for shape in trees],
+        {
+            "BLOCK_N": (32, 64, 128),
+            "MIN_SPLIT": (64, 128, 256),
+            "_PROGRAMS": (132, 264, 528, 1056),
+        },
+    )
+    chunks = [chunk(tokens) for tokens in (512, 2048)]
+    return found + _constants(timed, chunks, {"BLOCK_N": (64, 128), "_CHUNK_ROWS": (64, 128)})
+
+
+def _constants(
+    timed: Timer, cases: list[Any], choices: dict[str, tuple[int, ...]]
+) -> list[dict[str, Any]]:
+    before = {name: getattr(tree_attn, name) for name in choices}
+    found: list[dict[str, Any]] = []
+    for values in product(*choices.values()):
+        chosen = dict(zip(choices, values, strict=True))
+        for name, value in chosen.items():
+            setattr(tree_attn, name, value)
+        for case in cases:
+            took = timed([case.prepare() for _ in range(8)])
+            found.append({"kernel": case.name, "us": took} | chosen)
+    for name, value in before.items():
+        setattr(tree_attn, name, value)
+    for case in cases:
+        rows = [row for row in found if row["kernel"] == case.name]
+        say(str(sorted(rows, key=lambda row: float(row["us"]))[:3]))
+    return found
+
+
+def sweep_chaining(timed: Timer) -> list[dict[str, Any]]:
+    """A layer with and without programmatic dependent launches."""
+    found = []
+    for shape in ((1, 1, 600), (1, 8, 600), (8, 8, 600), (48, 1, 600)):
+        case = layer(*shape)
+        row: dict[str, Any] = {"kernel": case.name}
+        for chain.ENABLED in (False, True):
+            row["chained" if chain.ENABLED else "apart"] = timed([case.prepare() for _ in "ab"])
+        torch.cuda.empty_cache()
+        say(str(row))
+        found.append(row)
+    return found
