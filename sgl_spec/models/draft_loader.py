@@ -28,11 +28,10 @@ from sgl_spec.models.draft_names import (
 from sgl_spec.models.draft_vocab import check_tokenizers, read_offsets, read_token_map
 from sgl_spec.models.eagle import EagleHead
 from sgl_spec.models.eagle3 import Eagle3Head
-from sgl_spec.models.layer import WeightSource
 from sgl_spec.models.loader import LOAD_FORMATS, load_model
 from sgl_spec.models.shipped import SHIPPED, folded_names
 from sgl_spec.models.standalone import StandaloneDraft
-from sgl_spec.models.stored import DummyWeights, Shape, StoredWeights
+from sgl_spec.models.stored import DummyWeights, Shape, StoredWeights, WeightSource
 
 logger = logging.getLogger(__name__)
 

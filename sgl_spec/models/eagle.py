@@ -20,7 +20,8 @@ from sgl_spec.layers.context import ForwardBatch, KVCache
 from sgl_spec.layers.linear import Linear, use_tuned
 from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.draft_config import HeadConfig
-from sgl_spec.models.layer import DecoderLayer, LayerStack, WeightSource, total_bytes
+from sgl_spec.models.layer import DecoderLayer, LayerStack, total_bytes
+from sgl_spec.models.stored import WeightSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ from sgl_spec.layers.linear import Linear, use_tuned
 from sgl_spec.layers.norm_rope import rms_norm
 from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.draft_config import HeadConfig
-from sgl_spec.models.layer import DecoderLayer, LayerStack, WeightSource, total_bytes
+from sgl_spec.models.layer import DecoderLayer, LayerStack, total_bytes
+from sgl_spec.models.stored import WeightSource
 
 if TYPE_CHECKING:
     from sgl_spec.models.fused import FusedLayers  # needs triton, which a CPU does without

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,13 +17,11 @@ from sgl_spec.layers.linear import Linear
 from sgl_spec.layers.norm_rope import RotaryRows, rms_norm, rotary_rows, rotate
 from sgl_spec.models.config import ModelConfig
 from sgl_spec.models.rope import attention_factor, inverse_frequencies
+from sgl_spec.models.stored import WeightSource
 from sgl_spec_kernels.tree_attn_ref import AttnPlan
 
 if TYPE_CHECKING:
     from sgl_spec.models.fused import FusedLayers  # needs triton, which a CPU does without
-
-WeightSource = Callable[[str], Tensor]
-"""A weight by its Hugging Face name, in the dtype and on the device of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +52,9 @@ class DecoderLayer:
         self.head_dim = config.head_dim
 
         def linear(names: tuple[str, ...], bias: bool) -> Linear:
-            stacked = [weights(f"{prefix}.{name}.weight") for name in names]
-            biases = [weights(f"{prefix}.{name}.bias") for name in names] if bias else []
-            return Linear(
-                torch.cat(stacked) if len(stacked) > 1 else stacked[0],
-                torch.cat(biases) if biases else None,
-            )
+            weight = weights.stacked([f"{prefix}.{name}.weight" for name in names])
+            stored = [f"{prefix}.{name}.bias" for name in names]
+            return Linear(weight, weights.stacked(stored) if bias else None)
 
         qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         self.qkv = linear(qkv, config.attention_bias)

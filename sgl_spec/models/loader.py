@@ -43,6 +43,8 @@ def load_model(
         allowed = ", ".join(LOAD_FORMATS)
         raise ConfigError(f"--load-format {load_format} is unknown; allowed: {allowed}.")
     config = ModelConfig.from_hf(directory, context_length)
+    if torch.device(device).type == "cuda":
+        torch.set_float32_matmul_precision("highest")  # TF32 would round what fp32 is asked for
     start = time.perf_counter()
     if load_format == "dummy":
         resolved = resolve_dtype(dtype, lambda: config.dtype or "float32", device)

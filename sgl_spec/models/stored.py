@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +17,7 @@ from torch import Tensor
 from sgl_spec.errors import ConfigError, UnsupportedModelError
 from sgl_spec.models.config import STORED_DTYPES, read_json
 from sgl_spec.models.torch_file import load_torch_file
+from sgl_spec.models.upload import Upload
 
 Shape = tuple[int, ...]
 
@@ -28,10 +29,22 @@ _DUMMY_STD = 0.02
 _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
+class WeightSource(Protocol):
+    """Weights by their Hugging Face names, in the dtype and on the device of the model."""
+
+    def __call__(self, name: str) -> Tensor:
+        """One of them."""
+        ...
+
+    def stacked(self, names: Sequence[str]) -> Tensor:
+        """Several, one below the other in one tensor."""
+        ...
+
+
 class StoredWeights:
     """The tensors of a directory, one file or several; files are mapped, not read.
 
-    Called with a name, it gives a weight in `dtype` on `device`; set both before. pickled: whether
+    A `WeightSource` in `dtype` on `device`; set both before. pickled: whether
     `pytorch_model.bin` is read where there are no safetensors, as published heads have it.
     """
 
@@ -42,6 +55,7 @@ class StoredWeights:
         self._pickled = pickled
         self._stack = ExitStack()
         self._sources: dict[str, Any] = {}  # tensor name -> open safetensors file, or the tensor
+        self._upload: Upload | None = None  # for a GPU
 
     def __enter__(self) -> StoredWeights:
         for path in self._paths():
@@ -51,21 +65,23 @@ class StoredWeights:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
         self._sources.clear()
+        self._upload = None
 
     def __call__(self, name: str) -> Tensor:
         """A copy in the model's dtype: a mapped tensor would follow later changes of the file.
 
         Raises `UnsupportedModelError` if a value is not finite in that dtype.
         """
-        mapped = self.raw(name)
-        weight = torch.empty(mapped.shape, dtype=self.dtype, device=self.device).copy_(mapped)
-        if not weight.is_meta and not _finite(weight):
-            dtype = str(self.dtype).removeprefix("torch.")
-            raise UnsupportedModelError(
-                f"{self.directory}: {name} holds NaN or infinite values in {dtype}; every weight "
-                "must be finite."
-            )
-        return weight
+        return self.stacked([name])
+
+    def stacked(self, names: Sequence[str]) -> Tensor:
+        """Copies in one tensor that is allocated once and filled; errors as for one."""
+        shapes = [self.shape(name) for name in names]
+        rows = [shape[0] for shape in shapes]
+        whole = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype, device=self.device)
+        for name, part in zip(names, torch.split(whole, rows), strict=True):
+            self._fill(name, part)
+        return whole
 
     @property
     def names(self) -> frozenset[str]:
@@ -97,6 +113,19 @@ class StoredWeights:
                 raise UnsupportedModelError(f"{self.directory} {kind} weights: {_listed(names)}.")
         for name, shape in expected.items():
             self._check_one(name, shape)
+
+    def _fill(self, name: str, out: Tensor) -> None:
+        if out.is_cuda:
+            self._upload = self._upload or Upload(out.device)
+            self._upload.copy(self.raw(name), out)
+        else:
+            out.copy_(self.raw(name))
+        if not out.is_meta and not _finite(out):
+            dtype = str(self.dtype).removeprefix("torch.")
+            raise UnsupportedModelError(
+                f"{self.directory}: {name} holds NaN or infinite values in {dtype}; every weight "
+                "must be finite."
+            )
 
     def _check_one(self, name: str, shape: Shape) -> None:
         code, found = self._describe(name)
@@ -144,7 +173,10 @@ class StoredWeights:
 
 
 class DummyWeights:
-    """Random weights that depend on the tensor's name alone: norms 1, the rest N(0, 0.02^2)."""
+    """Random weights that depend on the tensor's name alone: norms 1, the rest N(0, 0.02^2).
+
+    A GPU makes its own, which are not those of a CPU.
+    """
 
     def __init__(self, shapes: Mapping[str, Shape], dtype: torch.dtype, device: str) -> None:
         self.shapes = shapes
@@ -154,9 +186,15 @@ class DummyWeights:
     def __call__(self, name: str) -> Tensor:
         if len(self.shapes[name]) == 1 and name.endswith(".weight"):  # only norms are vectors
             return torch.ones(self.shapes[name], dtype=self.dtype, device=self.device)
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        weight = torch.empty(self.shapes[name]).normal_(0.0, _DUMMY_STD, generator=generator)
+        where = self.device if torch.device(self.device).type == "cuda" else "cpu"
+        generator = torch.Generator(where).manual_seed(zlib.crc32(name.encode()))
+        weight = torch.empty(self.shapes[name], device=where)
+        weight.normal_(0.0, _DUMMY_STD, generator=generator)
         return weight.to(device=self.device, dtype=self.dtype)
+
+    def stacked(self, names: Sequence[str]) -> Tensor:
+        """See `WeightSource`."""
+        return torch.cat([self(name) for name in names])
 
 
 WeightsOrDummy = StoredWeights | DummyWeights

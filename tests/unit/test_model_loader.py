@@ -15,6 +15,7 @@ from torch import Tensor
 from sgl_spec.errors import ConfigError, SglSpecError, UnsupportedModelError
 from sgl_spec.models.config import ModelConfig
 from sgl_spec.models.loader import expected_shapes, load_model
+from sgl_spec.models.upload import Upload
 from tests.tiny import make_tiny
 
 IDS = [5, 80, 200, 7, 31]
@@ -39,6 +40,36 @@ def set_config(directory: Path, **changes: object) -> None:
 
 def logits(directory: Path, **options: str) -> Tensor:
     return Run(load_model(directory, **options), 1, 5).logits(Piece(0, 0, IDS))[0]
+
+
+@pytest.mark.parametrize("chunk_bytes", [6, 64, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_uploads_in_chunks(chunk_bytes: int, dtype: torch.dtype) -> None:
+    """Sizes off the edge of a chunk, a part of a larger tensor, another dtype."""
+    upload = Upload(torch.device("cpu"), chunk_bytes)
+    torch.manual_seed(0)
+    whole, sources = torch.full((9, 7), torch.nan, dtype=dtype), torch.randn(2, 4, 7)
+    for source, part in zip(sources, whole.split((4, 5)), strict=True):
+        upload.copy(source, part[:4])
+    assert torch.equal(whole[:8], sources.view(8, 7).to(dtype))
+    assert whole[8].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_on_a_gpu(dtype: str, tmp_path: Path) -> None:
+    """The same as on the CPU, each tensor once, and nothing else left there."""
+    directory = make_tiny(tmp_path, hidden=512, layers=3)
+    before = torch.cuda.memory_allocated()
+    there = load_model(directory, device="cuda", dtype=dtype)
+    extra = torch.cuda.memory_allocated() - before - there.weight_bytes
+    assert extra < 1 << 20
+    here = load_model(directory, dtype="float16")  # in plain layout, but for the values
+    for mine, other in zip(there.stack.tensors(), here.stack.tensors(), strict=True):
+        torch.testing.assert_close(mine.cpu().half(), other, atol=1e-2, rtol=1e-2)
+    stored = load_file(directory / "model.safetensors")
+    q = stored["model.layers.1.self_attn.q_proj.weight"].to(getattr(torch, dtype))
+    assert torch.equal(there.stack.layers[1].qkv.weight[: len(q)].cpu(), q)
 
 
 def test_sharded(tiny: Path, tmp_path: Path) -> None:
