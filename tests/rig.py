@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fakes import EOS, OracleDrafter, RandomDrafter, SumModel
 
 from sgl_spec.engine.kv_pool import ceil_page
 from sgl_spec.engine.metrics import EngineCounters
 from sgl_spec.engine.policy import tree_reserve
 from sgl_spec.engine.req import Req, make_req
+from sgl_spec.engine.runner import Runner
 from sgl_spec.engine.scheduler import Limits, Scheduler
 from sgl_spec.engine.slots import SlotManager
 from sgl_spec.engine.worker import Worker
@@ -32,6 +35,7 @@ class Rig:
         use_cache: bool = True,
         spread: float = 6.0,
         rename: bool = True,
+        worker: Callable[..., Runner] = Worker,
         **limits: object,
     ) -> None:
         self.model = SumModel(spread)
@@ -51,13 +55,13 @@ class Rig:
             "random": lambda: RandomDrafter(NODES),
             "oracle": lambda: OracleDrafter(NODES, self.model),
         }[drafter]()
-        worker = Worker(
+        self.worker = worker(
             self.model,
             kv,
             self.slots.table,
             page_size=page,
             rename_slots=rename,
-            drafter=self.drafter,  # type: ignore[arg-type]
+            drafter=self.drafter,
         )
         self.counters = EngineCounters()
         options: dict[str, object] = {
@@ -71,7 +75,7 @@ class Rig:
             "check_every_step": True,
         }
         self.scheduler = Scheduler(
-            worker,
+            self.worker,
             self.slots,
             Limits(**(options | limits)),  # type: ignore[arg-type]
             self.counters,

@@ -72,7 +72,7 @@ def can_admit(need: Need, running: Sequence[Need], pool: PoolCounts) -> bool:
 
 def _growth(need: Need, page: int) -> int:
     later = need.tokens + min(need.remaining, GROWTH_TOKENS)
-    return ceil_page(later, page) - max(ceil_page(need.tokens, page), need.have)
+    return max(0, ceil_page(later, page) - max(ceil_page(need.tokens, page), need.have))
 
 
 def retract_order(output_lens: Sequence[int], prompt_lens: Sequence[int]) -> list[int]:

@@ -6,11 +6,13 @@ import pytest
 
 from sgl_spec.engine.policy import (
     GROWTH_TOKENS,
+    PATIENCE,
     Need,
     PoolCounts,
     admission_order,
     can_admit,
     prefill_next,
+    prefill_order,
     retract_order,
     split_prefill,
     tree_reserve,
@@ -32,11 +34,24 @@ def test_reserve_covers_two_rounds() -> None:
         ([5, 100], 32, False, [5]),
         ([5, 27, 1], 32, False, [5, 27]),
         ([32, 4], 32, True, [32]),
+        ([16, 17], 32, True, [16]),
+        ([15, 18, 1], 32, True, [15, 17]),
+        ([20, 40], 32, True, [20]),
+        ([5, 40], 32, False, [5]),
         ([], 32, True, []),
     ],
 )
 def test_split_prefill(unfilled: list[int], budget: int, chunked: bool, takes: list[int]) -> None:
     assert split_prefill(unfilled, budget, chunked=chunked) == takes
+
+
+def test_the_shortest_prompts_go_first_and_a_long_one_not_last_for_ever() -> None:
+    assert prefill_order([300, 20, 800, 20], [0, 0, 0, 0]) == [1, 3, 0, 2]
+    late = PATIENCE
+    assert prefill_order([300, 20, 800, 20], [0, 0, late - 1, 0]) == [1, 3, 0, 2]
+    assert prefill_order([300, 20, 800, 20], [0, 0, late, 0]) == [2, 1, 3, 0]
+    assert prefill_order([900, 20, 800, 20], [late + 3, 0, late + 5, 0]) == [0, 2, 1, 3]
+    assert prefill_order([], []) == []
 
 
 def test_a_lone_request_needs_only_its_own_slots() -> None:
@@ -62,6 +77,14 @@ def test_growth_is_bounded_by_what_may_still_be_generated() -> None:
     running = [Need(have=100, tokens=100, remaining=3)]
     newcomer = Need(have=0, tokens=50, remaining=2)
     assert can_admit(newcomer, running, PoolCounts(free=55, evictable=0, page_size=1))
+
+
+def test_slots_that_a_request_holds_beyond_its_growth_are_nobody_elses() -> None:
+    """Room for its last token, which it will not use."""
+    running = [Need(have=48, tokens=32, remaining=0)]
+    newcomer = Need(have=0, tokens=16, remaining=0)
+    assert not can_admit(newcomer, running, PoolCounts(free=0, evictable=0, page_size=16))
+    assert can_admit(newcomer, running, PoolCounts(free=16, evictable=0, page_size=16))
 
 
 def test_admission_counts_whole_pages() -> None:
