@@ -99,7 +99,7 @@ def _check_flashinfer(device: torch.device, head_dim: int, dtype: torch.dtype) -
     if device.type != "cuda":
         raise _refusal("flashinfer", f"a GPU, not {device}")
     if importlib.util.find_spec("flashinfer") is None:
-        raise _refusal("flashinfer", "the package flashinfer: pip install 'sgl-spec[flashinfer]'")
+        raise _refusal("flashinfer", "the package flashinfer (pip install .[flashinfer])")
     if head_dim not in _FLASHINFER_HEADS:
         heads = ", ".join(map(str, _FLASHINFER_HEADS))
         raise _refusal("flashinfer", f"a head_dim of {heads}, not {head_dim}")
