@@ -89,7 +89,8 @@ class ServerArgs(SpeculationOptions):
     def resolve(self) -> ResolvedArgs:
         """A new object with what was left open filled in; `ConfigError` on a contradiction.
 
-        Open until the model is seen: `context_length`, `max_total_tokens`, `dtype` and `device`
+        Open until the device is known: `device` "auto" and then `chunked_prefill_size` (see
+        `for_device`). Open until the model is seen: `context_length`, `max_total_tokens`, `dtype`
         "auto", and the shape of EAGLE's trees where no flag gives it (see `for_target`). None stays
         None where it means "none", as in `api_key`, `max_queued_requests` and
         `speculative_algorithm`.
@@ -124,8 +125,11 @@ class ResolvedArgs(ServerArgs):
         tokenizer_path: str
         served_model_name: str
         max_running_requests: int
-        chunked_prefill_size: int
         random_seed: int
+
+    def for_device(self, device: str) -> ResolvedArgs:
+        """The same options for this device, cpu or cuda, which "auto" stands for."""
+        return dataclasses.replace(self, device=device).resolve()
 
     def for_target(self, architecture: str) -> ResolvedArgs:
         """The same options for a target of this architecture, which decides the shape of EAGLE's
@@ -170,11 +174,14 @@ def _decide(args: ServerArgs) -> dict[str, Any]:
         "tokenizer_path": args.model_path,
         "served_model_name": args.model_path,
         "max_running_requests": RUNNING_REQUESTS_WITH_SPECULATION if drafting else RUNNING_REQUESTS,
-        "chunked_prefill_size": CHUNK_TOKENS_CUDA if args.device == "cuda" else CHUNK_TOKENS,
+        "chunked_prefill_size": _CHUNKS.get(args.device),
         "random_seed": secrets.randbits(31),
         "speculative_draft_model_path": _draft_model(args),
         "speculative_draft_load_format": _draft_load_format(args),
     }
+
+
+_CHUNKS = {"cpu": CHUNK_TOKENS, "cuda": CHUNK_TOKENS_CUDA}
 
 
 def _draft_model(args: ServerArgs) -> str | None:

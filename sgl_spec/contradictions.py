@@ -43,6 +43,10 @@ THRESHOLD_OPTIONS = (
 )
 
 
+GRAPH_SIZES = ("cuda_graph_max_bs", "cuda_graph_bs")
+GPU_OPTIONS = ("disable_overlap_schedule", "disable_cuda_graph", *GRAPH_SIZES)
+
+
 def contradiction(args: ServerArgs) -> str | None:
     """The sentence for the first thing that cannot work, or None."""
     for check in _CHECKS:
@@ -54,12 +58,21 @@ def contradiction(args: ServerArgs) -> str | None:
 
 def unused(args: ServerArgs) -> Iterator[str]:
     """Sentences about options that were given and change nothing beside the others."""
+    yield from _without_a_gpu(args)
     if args.speculative_algorithm is not None:
         return
     for name, field in type(args).__dataclass_fields__.items():
         is_drafting = name.startswith("speculative_") and name != "speculative_algorithm"
         if is_drafting and getattr(args, name) != field.default:
             yield f"{flag_of(name)} changes nothing without --speculative-algorithm."
+
+
+def _without_a_gpu(args: ServerArgs) -> Iterator[str]:
+    if args.device != "cpu" or args.attention_backend == "triton":  # which is how it is tested
+        return
+    for name in GPU_OPTIONS:
+        if _given(args, name):
+            yield f"{flag_of(name)} changes nothing on a CPU."
 
 
 def overruled(args: ServerArgs) -> Iterator[str]:
@@ -311,6 +324,25 @@ def _pool(args: ServerArgs) -> str | None:
     )
 
 
+def _graphs(args: ServerArgs) -> str | None:
+    given = [name for name in GRAPH_SIZES if _given(args, name)]
+    backend = args.attention_backend
+    if given and args.disable_cuda_graph:
+        return f"{flag_of(given[0])} sizes what --disable-cuda-graph turns off; leave one out."
+    if given and backend not in (None, "triton"):
+        return (
+            f"{flag_of(given[0])} needs --attention-backend triton, whose forwards can be "
+            f"captured in a CUDA graph, got {backend}; leave one of them out."
+        )
+    most, sizes = args.cuda_graph_max_bs, args.cuda_graph_bs
+    if most is not None and sizes is not None and max(sizes) > most:
+        return (
+            f"--cuda-graph-bs must be at most --cuda-graph-max-bs ({most}), got {max(sizes)}; "
+            "leave one of them out."
+        )
+    return None
+
+
 def _policy(args: ServerArgs) -> str | None:
     if args.schedule_policy == "lpm" and args.disable_radix_cache:
         return (
@@ -345,6 +377,7 @@ _CHECKS = (
     _breadth,
     _pages,
     _pool,
+    _graphs,
     _policy,
     _revision,
 )

@@ -40,6 +40,12 @@ def between(low: int, high: int) -> Check:
     return Check(f"an integer from {low} to {high}", lambda value: bool(low <= value <= high))
 
 
+def all_at_least(low: int) -> Check:
+    """One or more integers with a lower bound."""
+    allowed = f"one or more integers >= {low}"
+    return Check(allowed, lambda values: bool(values) and min(values) >= low)
+
+
 def share() -> Check:
     """A number between 0 and 1, neither of them."""
     return Check("a number above 0 and below 1", lambda value: bool(0 < value < 1))
@@ -51,6 +57,7 @@ def fraction() -> Check:
 
 
 NOT_EMPTY = Check("a non-empty string", bool)
+_INTEGER = r"[+-]?\d+"
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,8 @@ def option(
 
 @dataclass(frozen=True)
 class Declared:
-    """One option with what its field adds: name, flags, base type and default."""
+    """One option with what its field adds: name, flags, base type and default. kind is `tuple` for
+    a list of integers, which follow the flag on the command line."""
 
     name: str
     kind: type
@@ -122,6 +130,7 @@ class Declared:
             float: "a number",
             str: "a string",
             bool: "true or false",
+            tuple: "integers",
         }[self.kind]
 
 
@@ -145,7 +154,7 @@ def declared(owner: type) -> dict[str, Declared]:
 def _base_type(hint: Any) -> tuple[type, bool]:
     if isinstance(hint, types.UnionType):
         (base,) = [part for part in typing.get_args(hint) if part is not types.NoneType]
-        return base, True
+        return typing.get_origin(base) or base, True
     return hint, False
 
 
@@ -171,7 +180,9 @@ def convert(opt: Declared, value: object) -> Any:
 def _typed(opt: Declared, value: object) -> object:
     if opt.kind is str and isinstance(value, (str, os.PathLike)):
         return _text(opt, os.fspath(value))
-    if opt.kind is int and isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value.strip()):
+    if opt.kind is tuple and isinstance(value, (list, tuple)):
+        return tuple(_integer(opt, one, value) for one in value)
+    if opt.kind is int and isinstance(value, str) and re.fullmatch(_INTEGER, value.strip()):
         return int(value)
     if opt.kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         with contextlib.suppress(ValueError):
@@ -179,6 +190,14 @@ def _typed(opt: Declared, value: object) -> object:
     if type(value) is opt.kind:
         return value
     refuse(opt, value)
+
+
+def _integer(opt: Declared, one: object, values: object) -> int:
+    if isinstance(one, str) and re.fullmatch(_INTEGER, one.strip()):
+        return int(one)
+    if type(one) is int:
+        return one
+    refuse(opt, values)
 
 
 def _text(opt: Declared, value: str) -> str:
@@ -212,7 +231,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         found = re.match(r"argument (\S+?)(?:/\S+)*: (.*)", message)
         flag, reason = found.groups() if found else ("", message)
-        if reason.startswith("expected one argument"):
+        if re.match("expected (one|at least one) argument", reason):
             raise ConfigError(f"{flag} needs a value and none was given.")
         if reason.startswith("ignored explicit argument"):
             raise ConfigError(f"{flag} is a switch and takes no value, got {reason.split()[-1]}.")
@@ -239,6 +258,8 @@ def build_parser(
         how: dict[str, Any] = {"dest": opt.name, "help": text, "default": argparse.SUPPRESS}
         if opt.kind is bool:
             how |= {"action": "store_const", "const": True}
+        elif opt.kind is tuple:
+            how |= {"nargs": "+", "metavar": "INT"}
         else:
             how["metavar"] = opt.about.metavar or opt.kind.__name__.upper()
         groups[opt.about.group].add_argument(*opt.flags, **how)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgl_spec.options import NOT_EMPTY, Check, at_least, between, option, share
+from sgl_spec.options import NOT_EMPTY, Check, all_at_least, at_least, between, option, share
 
 RUNNING_REQUESTS = 256
 RUNNING_REQUESTS_WITH_SPECULATION = 48
 # A chunk is a pause for every running request: about 1.5 s of a 135M model on two CPU cores.
 CHUNK_TOKENS = 256
 CHUNK_TOKENS_CUDA = 8192
+# Of a GPU's memory: what is left over is for CUDA itself and what the shapes do not tell.
+MEM_FRACTION_CUDA = 0.88
 
 _DTYPES = {
     "half": "float16",
@@ -19,6 +21,10 @@ _DTYPES = {
     "fp32": "float32",
     "bf16": "bfloat16",
 }
+
+
+def _backend(name: str) -> str | None:
+    return None if name.lower() == "auto" else name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,16 @@ class ServingOptions:
         help="Where the model runs. `auto`: the GPU when torch sees one.",
         group="model",
         choices=("auto", "cpu", "cuda"),
+    )
+    attention_backend: str | None = option(
+        None,
+        help="What computes: plain torch, our Triton kernels, or these with FlashInfer's attention "
+        "(`pip install .[flashinfer]`; no CUDA graphs).",
+        group="model",
+        choices=("torch", "triton", "flashinfer"),
+        spellings={"torch_native": "torch"},
+        normalize=_backend,
+        unset="triton on a GPU, torch on a CPU",
     )
     context_length: int | None = option(
         None,
@@ -152,10 +168,12 @@ class ServingOptions:
     )
     mem_fraction_static: float | None = option(
         None,
-        help="Share of the memory free at start for weights and KV pool together, on a CPU.",
+        help="Share of the memory for weights, KV pools, work space and CUDA graphs together: of "
+        "all that a GPU has, or of what is free at start on a CPU.",
         group="scheduler",
         check=share(),
-        unset="a quarter of what is free beside the weights, for the pool",
+        unset=f"{MEM_FRACTION_CUDA} on a GPU; on a CPU the pool gets a quarter of what is free "
+        "beside the weights",
     )
     max_prefill_tokens: int = option(
         16384, help="Most prompt tokens in one prefill batch.", group="scheduler", check=at_least(1)
@@ -165,7 +183,7 @@ class ServingOptions:
         help="Longest piece of a prompt in one forward; -1 turns chunking off.",
         group="scheduler",
         check=Check("-1 (off) or an integer >= 1", lambda n: n == -1 or n >= 1),
-        unset=f"{CHUNK_TOKENS}; {CHUNK_TOKENS_CUDA} with --device cuda",
+        unset=f"{CHUNK_TOKENS_CUDA} on a GPU, {CHUNK_TOKENS} on a CPU",
     )
     page_size: int = option(
         1, help="KV slots per page of the prefix cache.", group="scheduler", check=between(1, 1024)
@@ -178,6 +196,30 @@ class ServingOptions:
         help="Order of waiting requests: as they came, or longest cached prefix first.",
         group="scheduler",
         choices=("fcfs", "lpm"),
+    )
+    disable_overlap_schedule: bool = option(
+        False,
+        help="On a GPU: launch a round only when the one before it was read.",
+        group="scheduler",
+    )
+    disable_cuda_graph: bool = option(
+        False, help="On a GPU: launch every kernel of a round by itself.", group="scheduler"
+    )
+    cuda_graph_max_bs: int | None = option(
+        None,
+        help="Most requests of a round that is captured as a CUDA graph.",
+        group="scheduler",
+        aliases=("--cuda-graph-max-bs-decode",),
+        check=at_least(1),
+        unset="all that may run, at most 256",
+    )
+    cuda_graph_bs: tuple[int, ...] | None = option(
+        None,
+        help="Batch sizes that are captured; a batch is filled up to the next of them.",
+        group="scheduler",
+        aliases=("--cuda-graph-bs-decode",),
+        check=all_at_least(1),
+        unset="1, 2, 4, 8 and on in growing steps",
     )
     grammar_backend: str = option(
         "llguidance",

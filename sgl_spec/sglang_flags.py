@@ -50,7 +50,8 @@ _WEIGHTS = "load the checkpoint in its own dtype, or choose one with --dtype"
 _NO_LORA = "merge the adapter into the checkpoint first"
 _PLAIN_TEXT = "the reply's text is returned whole; parse it in the client"
 _JSON_BLANKS = "between tokens of JSON there is nothing, a space, or a line break and indentation"
-_NO_GRAPHS = "there are no CUDA graphs to size or to turn off"
+_GRAPHLESS_PROMPTS = "prompt chunks are not run as CUDA graphs"
+_GRAPHS_OFF = "CUDA graphs are turned off with --disable-cuda-graph"
 _NOT_COMPILED = "the forward is not compiled"
 _OTHER_DRAFTER = (
     "drafters are NGRAM, EAGLE, EAGLE3, STANDALONE and those of --speculative-drafter-module"
@@ -60,8 +61,7 @@ _PRUNED = "every round verifies only the drafts that pay at its load"
 _ALL_SUFFIXES = "every suffix up to --speculative-ngram-max-trie-depth is matched"
 _NO_CORPUS = "the trie learns from the prompts and outputs that it serves"
 _SEEDED = "give each request a seed: equal seeds give equal tokens in any batch"
-_ONE_ATTENTION = "there is one attention path per device; leave it out"
-_PLAIN_ATTENTION = ("auto", "torch", "torch_native")
+_ONE_ATTENTION = "one backend serves all forwards; choose it with --attention-backend"
 _NOT_LOGGED = "requests are not logged; /metrics counts them"
 _ONE_CACHE = "the prefix cache is in the KV pool, with no second level"
 _NO_TIMER = "a dead engine ends the server at once; there is no timer to set"
@@ -107,9 +107,8 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--reasoning-parser": ForeignFlag(_PLAIN_TEXT),
     "--completion-template": ForeignFlag("send the whole prompt as text"),
     "--constrained-json-whitespace-pattern": ForeignFlag(_JSON_BLANKS),
-    "--attention-backend": ForeignFlag(_ONE_ATTENTION, _PLAIN_ATTENTION),
-    "--prefill-attention-backend": ForeignFlag(_ONE_ATTENTION, _PLAIN_ATTENTION),
-    "--decode-attention-backend": ForeignFlag(_ONE_ATTENTION, _PLAIN_ATTENTION),
+    "--prefill-attention-backend": ForeignFlag(_ONE_ATTENTION, ("auto",)),
+    "--decode-attention-backend": ForeignFlag(_ONE_ATTENTION, ("auto",)),
     "--sampling-backend": ForeignFlag(
         "there is one sampling path; leave it out", ("auto", "pytorch")
     ),
@@ -122,15 +121,13 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--enable-deterministic-inference": ForeignFlag(_SEEDED, switch=True),
     "--enable-torch-compile": _ignored_switch(_NOT_COMPILED),
     "--torch-compile-max-bs": _ignored(_NOT_COMPILED),
-    "--disable-overlap-schedule": _ignored_switch("every round is run to its end before the next"),
-    "--disable-cuda-graph": _ignored_switch(_NO_GRAPHS),
-    "--disable-cuda-graph-padding": _ignored_switch(_NO_GRAPHS),
-    "--cuda-graph-max-bs": _ignored(_NO_GRAPHS),
-    "--cuda-graph-max-bs-prefill": _ignored(_NO_GRAPHS),
-    "--cuda-graph-bs": _ignored(_NO_GRAPHS, several=True),
-    "--cuda-graph-bs-prefill": _ignored(_NO_GRAPHS, several=True),
-    "--cuda-graph-backend-decode": _ignored(_NO_GRAPHS),
-    "--cuda-graph-backend-prefill": _ignored(_NO_GRAPHS),
+    "--disable-cuda-graph-padding": _ignored_switch(
+        "batches are filled up to the sizes of --cuda-graph-bs"
+    ),
+    "--cuda-graph-max-bs-prefill": _ignored(_GRAPHLESS_PROMPTS),
+    "--cuda-graph-bs-prefill": _ignored(_GRAPHLESS_PROMPTS, several=True),
+    "--cuda-graph-backend-decode": _ignored(_GRAPHS_OFF),
+    "--cuda-graph-backend-prefill": _ignored(_GRAPHLESS_PROMPTS),
     "--watchdog-timeout": _ignored(_NO_TIMER),
     "--soft-watchdog-timeout": _ignored(_NO_TIMER),
     "--sleep-on-idle": _ignored_switch("an idle engine waits without spinning"),
@@ -156,8 +153,8 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--hicache-io-backend": _ignored(_ONE_CACHE),
     "--hicache-mem-layout": _ignored(_ONE_CACHE),
     "--enable-return-hidden-states": ForeignFlag("hidden states are not returned", switch=True),
-    "--speculative-draft-attention-backend": ForeignFlag(_ONE_ATTENTION, _PLAIN_ATTENTION),
-    "--speculative-attention-mode": _ignored("there is one attention path per device"),
+    "--speculative-draft-attention-backend": ForeignFlag(_ONE_ATTENTION, ("auto",)),
+    "--speculative-attention-mode": _ignored("one kernel serves prompts and trees"),
     "--speculative-draft-kv-cache-dtype": ForeignFlag(
         "the draft's KV cache has the model's dtype; use auto", ("auto",)
     ),
@@ -190,8 +187,6 @@ FOREIGN_ALIASES: dict[str, str] = {
     "--pp": "--pp-size",
     "--expert-parallel-size": "--ep-size",
     "--ep": "--ep-size",
-    "--cuda-graph-max-bs-decode": "--cuda-graph-max-bs",
-    "--cuda-graph-bs-decode": "--cuda-graph-bs",
     "--nccl-init-addr": "--dist-init-addr",
 }
 

@@ -24,6 +24,7 @@ import torch
 
 from sgl_spec.engine.batch import starts_of
 from sgl_spec.layers.context import ForwardBatch, KVCache
+from sgl_spec.layers.transfer import batch_on_device, wait_for
 from sgl_spec.speculative.prune import CostTable
 from sgl_spec.speculative.tree import MAX_TREE_NODES
 
@@ -127,7 +128,7 @@ def measure_costs(model: Decoder, kv: KVCache, *, max_requests: int, max_rows: i
     shapes += [[1] * n for n in sizes]
     shapes += [[1 + i % 2 for i in range(n)] for n in sizes]
     distinct = sorted({tuple(shape) for shape in shapes}, key=sum)
-    batches = [dummy_batch(shape, slots) for shape in distinct]
+    batches = [dummy_batch(shape, slots, model.device) for shape in distinct]
     _announce(_time_forward(model, kv, batches[0]), distinct)
     measured = dict(zip(distinct, _time_shapes(model, kv, batches), strict=True))
     times = [measured[tuple(shape)] for shape in shapes]
@@ -175,8 +176,10 @@ def _settled(times: Sequence[float]) -> bool:
 
 
 def _time_forward(model: Decoder, kv: KVCache, batch: ForwardBatch) -> float:
+    wait_for(model.device)
     start = time.perf_counter()
     model.logits(model.forward(batch, kv))
+    wait_for(model.device)
     return time.perf_counter() - start
 
 
@@ -186,7 +189,9 @@ def _split(rows: int) -> list[int]:
     return [MAX_TREE_NODES] * whole + [rest] * (rest > 0)
 
 
-def dummy_batch(q_lens: Sequence[int], num_slots: int) -> ForwardBatch:
+def dummy_batch(
+    q_lens: Sequence[int], num_slots: int, device: torch.device | str = "cpu"
+) -> ForwardBatch:
     """Chains of `q_lens` nodes over a short prefix, all in the pool's first slots."""
     prefix = min(PREFIX, num_slots - 1)
     lens = torch.tensor(q_lens)
@@ -195,13 +200,15 @@ def dummy_batch(q_lens: Sequence[int], num_slots: int) -> ForwardBatch:
     table = torch.arange(width, dtype=torch.int32) % num_slots
     positions = prefix + within
     bit = torch.ones_like(within) << within
-    return ForwardBatch(
+    batch = ForwardBatch(
         tokens=torch.zeros(len(within), dtype=torch.int64),
         positions=positions,
         slots=table.long()[positions],
-        req_to_token=table.expand(len(q_lens), -1).contiguous(),
+        req_to_token=table.expand(len(q_lens), -1).contiguous().to(device),
         rows=torch.arange(len(q_lens)),
         prefix_lens=torch.full((len(q_lens),), prefix),
         q_starts=starts_of(lens),
         mask_words=bit | (bit - 1),
+        max_q_len=max(q_lens),
     )
+    return batch_on_device(batch, batch.req_to_token.device)

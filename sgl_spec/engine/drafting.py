@@ -99,7 +99,7 @@ def make_drafter(
         vocab_size=target.config.vocab_size,
         options=args.drafter_options(),
         topology=topology_of(args),
-        num_slots=slots.pages.total,
+        num_slots=slots.cache_slots,
         req_to_token=slots.table.device,
         target=target,
         draft_model=draft_model,

@@ -11,9 +11,11 @@ from typing import Any
 
 import msgspec
 import psutil
+import torch
 
-from sgl_spec.args import ResolvedArgs, ServerArgs
+from sgl_spec.args import ServerArgs
 from sgl_spec.engine.calibrate import CostMeter, measure_costs
+from sgl_spec.engine.device import device_name, resolve_device
 from sgl_spec.engine.drafting import (
     load_draft_model,
     make_drafter,
@@ -24,6 +26,15 @@ from sgl_spec.engine.drafting import (
 from sgl_spec.engine.grammar import Compile, make_compiler, refuse_all
 from sgl_spec.engine.grammar_jobs import GrammarJobs
 from sgl_spec.engine.kv_pool import ceil_page, floor_page
+from sgl_spec.engine.memory import (
+    GpuMemory,
+    Shapes,
+    cpu_room,
+    gpu_hint,
+    least_slots,
+    pool_slots,
+    work_bytes,
+)
 from sgl_spec.engine.metrics import EngineCounters, RoundLog, Throughput
 from sgl_spec.engine.policy import tree_reserve
 from sgl_spec.engine.profiling import Profiler
@@ -31,7 +42,7 @@ from sgl_spec.engine.req import make_req
 from sgl_spec.engine.scheduler import Limits, Scheduler
 from sgl_spec.engine.slots import SlotManager
 from sgl_spec.engine.worker import Worker
-from sgl_spec.errors import ConfigError, InvalidRequestError
+from sgl_spec.errors import InvalidRequestError
 from sgl_spec.layers.context import KVCache
 from sgl_spec.messages import EngineState, OutputChunk
 from sgl_spec.models.checkpoint import resolve_checkpoint, resolve_tokenizer
@@ -43,7 +54,7 @@ from sgl_spec.text import PROMPT_TAIL, StopMatcher, load_tokenizer
 logger = logging.getLogger(__name__)
 
 _NO_ARGS: Mapping[str, Any] = MappingProxyType({})
-POOL_FRACTION = 0.25  # of the memory that is free at start, for the KV pool of a CPU server
+SCRATCH_SLOTS = 64  # behind the pool's, for rows that fill up a batch
 
 
 class Engine:
@@ -53,17 +64,20 @@ class Engine:
     """
 
     def __init__(self, args: ServerArgs, *, check_every_step: bool = False) -> None:
-        self.args = args.resolve()
-        _check_device(self.args)
+        resolved = args.resolve()
+        self.device = resolve_device(resolved.device)
+        self.args = resolved.for_device(self.device.type)
         register_drafters(self.args)
         self._free_at_start = psutil.virtual_memory().available
+        self._work = 0  # bytes that a GPU's forwards need beside weights and KV
         self.model_dir, self.tokenizer_dir = self._directories()
         self.model = load_model(
             self.model_dir,
             dtype=self.args.dtype,
-            device="cpu",
+            device=str(self.device),
             load_format=self.args.load_format,
             context_length=self.args.context_length,
+            attention_backend=self.args.attention_backend,
         )
         self.args = self.args.for_target(self.model.config.architecture)
         self.counters = EngineCounters()
@@ -88,7 +102,7 @@ class Engine:
         self.draft_model = load_draft_model(args, self.model, self.tokenizer_dir)
         reserve, page = tree_reserve(args.round_slots), args.page_size
         width = ceil_page(self.context_length + reserve + page - 1, page)
-        self.num_slots = _pool_slots(args, self._pool_bytes(), self._kv_bytes_per_token(), width)
+        self.num_slots = self._pool_slots(width)
         rows = min(args.max_running_requests, max(1, self.num_slots // (reserve + page)))
         self.slots = SlotManager(
             num_slots=self.num_slots,
@@ -96,8 +110,10 @@ class Engine:
             num_rows=rows,
             width=width,
             use_cache=not args.disable_radix_cache,
+            device=self.device,
+            scratch=SCRATCH_SLOTS if self._mirrors else 0,
         )
-        kv = self.model.new_kv_cache(self.num_slots)
+        kv = self.model.new_kv_cache(self.slots.cache_slots)
         self.rule = rule_of(args)
         self.drafter = make_drafter(args, self.model, self.slots, self.draft_model)
         self.slots.reads_ahead = follows_kv(self.drafter) and self.drafter.reads_ahead
@@ -128,13 +144,55 @@ class Engine:
         logger.info("Verify cost in ms: %s", measured)
         return CostMeter(measured)
 
-    def _pool_bytes(self) -> int:
-        """Most bytes that the KV pool, the draft model's part included, may take."""
-        fraction = self.args.mem_fraction_static
-        if fraction is None:
-            return int(psutil.virtual_memory().available * POOL_FRACTION)
-        draft = 0 if self.draft_model is None else self.draft_model.weight_bytes
-        return int(self._free_at_start * fraction) - self.model.weight_bytes - draft
+    @property
+    def _mirrors(self) -> bool:
+        """Whether the slot table has a copy on the device."""
+        return self.device.type == "cuda" or self.model.kernels == "triton"
+
+    def _pool_slots(self, width: int) -> int:
+        """Slots of the KV pools. width: most slots of a request."""
+        args, per_token = self.args, self._kv_bytes_per_token()
+        if self.device.type == "cpu":
+            draft = 0 if self.draft_model is None else self.draft_model.weight_bytes
+            weights = self.model.weight_bytes + draft
+            return pool_slots(args, cpu_room(args, self._free_at_start, weights), per_token, width)
+        memory = GpuMemory.read(self.device)
+        config, itemsize = self.model.config, self.model.dtype.itemsize
+        self._work = work_bytes(config, itemsize, self._largest_shapes())
+        room = memory.room(args.mem_fraction_static, self._work)
+        hint = gpu_hint(memory, self._work, least_slots(args, width) * per_token)
+        return pool_slots(args, room, per_token, width, hint)
+
+    def _largest_shapes(self) -> Shapes:
+        """What the largest forwards will hold."""
+        args, draft = self.args, self.draft_model
+        prompt_rows = self._prefill_budget
+        if args.chunked_prefill_size == -1:
+            prompt_rows = max(prompt_rows, self.context_length)
+        return Shapes(
+            prompt_rows=prompt_rows,
+            requests=args.max_running_requests,
+            nodes=args.tree_nodes,
+            captured=0 if draft is None else len(draft.capture),
+            draft_columns=0 if draft is None else draft.logit_width,
+            graphs=len(self._graph_sizes(args.max_running_requests)),
+        )
+
+    def _graph_sizes(self, rows: int) -> tuple[int, ...]:
+        """Batch sizes whose rounds are captured as CUDA graphs; () where none is."""
+        args, capturable = self.args, self.model.backend.capturable
+        if self.device.type != "cuda" or args.disable_cuda_graph or not capturable:
+            return ()
+        from sgl_spec.engine.cuda.graphs import capture_sizes  # a CPU server needs no triton
+
+        return capture_sizes(rows, args.cuda_graph_bs, args.cuda_graph_max_bs)
+
+    @property
+    def _prefill_budget(self) -> int:
+        """Prompt tokens of one forward."""
+        chunk, most = self.args.chunked_prefill_size, self.args.max_prefill_tokens
+        assert chunk is not None, "decided with the device"
+        return most if chunk == -1 else min(chunk, most)
 
     def _kv_bytes_per_token(self) -> int:
         """Bytes of one slot in the target's cache and in the draft model's."""
@@ -151,14 +209,12 @@ class Engine:
     def _limits(self, rows: int, reserve: int, check_every_step: bool) -> Limits:
         args = self.args
         alone = floor_page(self.num_slots, args.page_size) - reserve
-        chunk = args.chunked_prefill_size
-        budget = args.max_prefill_tokens if chunk == -1 else min(chunk, args.max_prefill_tokens)
         return Limits(
             max_running=rows,
             max_queued=args.max_queued_requests,
             max_request_tokens=min(self.context_length, alone),
-            prefill_budget=budget,
-            chunked=chunk != -1,
+            prefill_budget=self._prefill_budget,
+            chunked=args.chunked_prefill_size != -1,
             draft_tokens=args.tree_nodes,
             round_slots=args.round_slots,
             schedule_policy=args.schedule_policy,
@@ -185,7 +241,10 @@ class Engine:
             "architectures": [config.architecture],
             "model_type": config.model_type,
             "dtype": str(self.model.dtype).removeprefix("torch."),
-            "device": "cpu",
+            "device": self.device.type,
+            "device_name": device_name(self.device),
+            "attention_backend": self.model.backend.name,
+            "chunked_prefill_size": self.args.chunked_prefill_size,
             "page_size": self.args.page_size,
             "speculative_algorithm": self.args.speculative_algorithm,
             "draft_tokens": self.args.tree_nodes,
@@ -194,8 +253,13 @@ class Engine:
         }
 
     def _memory(self) -> dict[str, float]:
-        """GB of weights and KV caches, the draft model's included and by itself."""
+        """GB of weights and KV caches, the draft model's included and by itself; of a GPU also what
+        is set aside for work space and CUDA graphs, and its memory."""
         draft, kv = self.draft_model, self.num_slots * self._kv_bytes_per_token()
+        gpu = {}
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            gpu = {"work": self._work / 1e9, "total": total / 1e9, "free": free / 1e9}
         own = 0 if draft is None else draft.weight_bytes
         target_kv = self.num_slots * self.model.kv_bytes_per_token
         return {
@@ -204,6 +268,7 @@ class Engine:
             "draft_weight": own / 1e9,
             "draft_kvcache": (kv - target_kv) / 1e9,
             "token_capacity": self.num_slots,
+            **gpu,
         }
 
     @property
@@ -283,25 +348,3 @@ class Engine:
             drafter=dict(self.drafter.stats()) if self.drafter is not None else {},
             **counters.as_dict(),
         )
-
-
-def _check_device(args: ResolvedArgs) -> None:
-    if args.device == "cuda":
-        raise ConfigError(
-            "--device must be cpu or auto, got cuda: this version computes on the CPU only."
-        )
-
-
-def _pool_slots(args: ResolvedArgs, most_bytes: int, per_token: int, width: int) -> int:
-    """Slots of the KV pool, in whole pages. per_token: bytes of a slot in all caches."""
-    page = args.page_size
-    if args.max_total_tokens is not None:
-        return ceil_page(args.max_total_tokens, page)
-    room = max(0, most_bytes // per_token)
-    slots = floor_page(min(room, args.max_running_requests * width), page)
-    if slots < min(width, 2 * page + tree_reserve(args.round_slots)):
-        raise ConfigError(
-            f"The free memory holds only {room} KV slots of {per_token} bytes; free some, or give "
-            "--max-total-tokens, a larger --mem-fraction-static or a shorter --context-length."
-        )
-    return slots

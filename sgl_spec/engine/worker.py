@@ -183,10 +183,6 @@ class Worker:
         assert isinstance(launched, Computed)
         return launched.output
 
-    def execute(self, batch: Batch) -> StepOutput:
-        """Run one batch."""
-        return self.collect(self.launch(batch))
-
     @torch.inference_mode()
     def observe(self, taken: list[int]) -> None:
         """Tell the drafter how the last round ended. taken: tokens that each request kept, which a

@@ -8,7 +8,8 @@ import msgspec
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`Ready.info`. Lengths and pool sizes are in tokens; `memory` is in GB by purpose.
+    """`Ready.info`. Lengths and pool sizes are in tokens; `memory` is in GB by purpose. device is
+    cpu or cuda, device_name what the card calls itself.
 
     max_request_tokens: most tokens of prompt and output together: the context, or less where the
     pool is smaller. generation_defaults: sampling values of the checkpoint's generation_config.
@@ -30,6 +31,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str
     dtype: str
     device: str
+    device_name: str
+    attention_backend: str
+    chunked_prefill_size: int
     page_size: int
     speculative_algorithm: str | None
     draft_tokens: int | None

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sgl_spec.speculative.filters import survivors
 from sgl_spec.speculative.noise import exponential, noise_bits, row_keys
-from sgl_spec.speculative.sampling import SamplingRows, adjust, one_thread
+from sgl_spec.speculative.sampling import DEVICE_ELEMENTS, SamplingRows, adjust, one_thread
 
 DRAFT_ERROR = 0.8
 """e where nothing better is known. Where the target's logits are a draft's plus independent normal
@@ -149,10 +149,8 @@ def _adjusted(
 def _blocks(members: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
     if not members.numel():
         return ()
-    most = len(members)
-    if logits.device.type == "cpu":
-        most = max(1, _CACHE_ELEMENTS // logits.shape[1])
-    return torch.split(members, most)
+    elements = _CACHE_ELEMENTS if logits.device.type == "cpu" else DEVICE_ELEMENTS
+    return torch.split(members, max(1, elements // logits.shape[1]))
 
 
 def _best(z: Tensor, topk: int) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,8 @@ from sgl_spec.speculative.rows import ALL_TOKENS
 from sgl_spec.speculative.rows import SamplingRows as SamplingRows
 from sgl_spec.speculative.rows import build_rows as build_rows
 
-_BLOCK_ELEMENTS = 1 << 19  # a block of rows on the CPU
+DEVICE_ELEMENTS = 1 << 24  # logits of rows that are drawn together on a GPU
+_BLOCK_ELEMENTS = 1 << 19  # the same on the CPU
 _CACHE_ELEMENTS = 1 << 16  # part of a block whose temporaries stay in the cache
 
 
@@ -149,9 +150,8 @@ def _blocks(
     if index is None:
         index = torch.arange(rows.count, device=logits.device)
     asked = _Asked(rows, positions, index, path, masks, row_keys(rows.seed, positions))
-    step = max(1, rows.count)
-    if logits.device.type == "cpu":
-        step = max(1, _BLOCK_ELEMENTS // logits.shape[1])
+    elements = _BLOCK_ELEMENTS if logits.device.type == "cpu" else DEVICE_ELEMENTS
+    step = max(1, elements // logits.shape[1])
     for members, rule in _groups(rows, logits.shape[1]):
         for part in torch.split(members, step):
             block = asked.select(part)

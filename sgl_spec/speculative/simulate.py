@@ -65,7 +65,8 @@ class SimulatedRule:
         return AcceptResult(tokens=tokens, path=path, counts=depth + 1)
 
     def lengths(self, batch: int) -> Tensor:
-        """[batch] tokens that the next round gives out, as far as its trees are that deep; the longer rounds go to another request each time."""
+        """[batch] tokens that the next round gives out, as far as its trees are that deep; the
+        longer rounds go to another request each time."""
         low, high = math.floor(self.mean), math.ceil(self.mean)
         longer = round(self.mean * batch + self._owed) - low * batch if high > low else 0
         longer = min(max(longer, 0), batch)

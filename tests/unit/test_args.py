@@ -68,7 +68,7 @@ def test_help_is_printed_and_exits_with_0(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("opt", OPTIONS.values(), ids=OPTIONS)
 def test_defaults_pass_their_own_check_and_flags_reach_their_field(opt: Any) -> None:
     assert opt.about.help.endswith(".")
-    value: Any = {str: "x", int: "2", float: "0.5", bool: None}[opt.kind]
+    value: Any = {str: "x", int: "2", float: "0.5", bool: None, tuple: "2"}[opt.kind]
     if opt.about.choices:
         value = opt.about.choices[-1]
     if opt.name == "speculative_ngram_capacity":
@@ -79,6 +79,8 @@ def test_defaults_pass_their_own_check_and_flags_reach_their_field(opt: Any) -> 
         argv = [flag] if value is None else [flag, value]
         args = ServerArgs.from_cli(["--model-path", "m", *argv])
         wanted = True if value is None else opt.kind(value)
+        if opt.kind is tuple:
+            wanted = (2,)
         if opt.name == "speculative_algorithm":
             wanted = "X"
         assert getattr(args, opt.name) == wanted
@@ -110,12 +112,10 @@ def test_resolve_fills_what_was_left_open_in_a_new_object() -> None:
     assert args.max_running_requests is None
     assert done.max_running_requests == 256
     assert (done.tokenizer_path, done.served_model_name) == ("m", "m")
-    assert done.chunked_prefill_size == 256
     assert isinstance(done.random_seed, int)
     assert done.tree_nodes == 1
     assert done.resolve() == done
     assert pickle.loads(pickle.dumps(done)) == done
-    assert ServerArgs(model_path="m", device="cuda").resolve().chunked_prefill_size == 8192
     open_still = {n for n, o in OPTIONS.items() if o.optional and getattr(done, n) is None}
     assert open_still == {
         "revision",
@@ -125,6 +125,10 @@ def test_resolve_fills_what_was_left_open_in_a_new_object() -> None:
         "max_queued_requests",
         "max_total_tokens",
         "mem_fraction_static",
+        "attention_backend",
+        "chunked_prefill_size",
+        "cuda_graph_max_bs",
+        "cuda_graph_bs",
         "speculative_algorithm",
         "speculative_drafter_module",
         "speculative_num_draft_tokens",
@@ -136,6 +140,48 @@ def test_resolve_fills_what_was_left_open_in_a_new_object() -> None:
         "speculative_token_map",
         "simulate_acc_len",
     }
+
+
+@pytest.mark.parametrize(("device", "chunk"), [("cpu", 256), ("cuda", 8192)])
+def test_what_depends_on_the_device_waits_for_it(device: str, chunk: int) -> None:
+    assert ServerArgs(model_path="m", device=device).resolve().chunked_prefill_size == chunk
+    done = ServerArgs(model_path="m").resolve()
+    assert (done.device, done.chunked_prefill_size) == ("auto", None)
+    known = done.for_device(device)
+    assert (known.device, known.chunked_prefill_size) == (device, chunk)
+    assert known.random_seed == done.random_seed
+    asked = ServerArgs(model_path="m", chunked_prefill_size=64).resolve()
+    assert asked.for_device(device).chunked_prefill_size == 64
+
+
+def test_lists_of_integers_are_read_from_a_line_and_from_python() -> None:
+    line = parse("--cuda-graph-bs", "1", "8", "4", "--port", "31000", "--device", "cuda")
+    assert line.cuda_graph_bs == (1, 8, 4)
+    assert parse("--cuda-graph-bs-decode", "3").cuda_graph_bs == (3,)
+    assert ServerArgs(model_path="m", cuda_graph_bs=[1, 8, 4]).cuda_graph_bs == (1, 8, 4)
+    assert line.port == 31000
+
+
+def test_on_a_cpu_flags_of_a_gpu_change_nothing_and_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = ["--disable-overlap-schedule", "--cuda-graph-max-bs", "4", "--cuda-graph-bs", "1", "2"]
+    done = parse(*given)
+    assert caplog.text == ""
+    done.for_device("cuda")
+    assert caplog.text == ""
+    done.for_device("cpu")
+    for flag in ("--disable-overlap-schedule", "--cuda-graph-max-bs", "--cuda-graph-bs"):
+        assert f"{flag} changes nothing on a CPU." in caplog.text
+    assert "--disable-cuda-graph" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("auto", None), ("torch_native", "torch"), ("TRITON", "triton"), ("flashinfer", "flashinfer")],
+)
+def test_attention_backends(given: str, kept: str | None) -> None:
+    assert parse("--attention-backend", given).attention_backend == kept
 
 
 def test_speculation_sets_48_running_requests_with_a_warning(
@@ -358,6 +404,32 @@ REFUSED: list[tuple[list[str], str]] = [
         "(did you mean float32?).",
     ),
     (["--device", "tpu"], "--device must be one of auto, cpu, cuda, got 'tpu'."),
+    (
+        ["--attention-backend", "fa3"],
+        "--attention-backend must be one of torch, triton, flashinfer, got 'fa3'.",
+    ),
+    (["--cuda-graph-bs"], "--cuda-graph-bs needs a value and none was given."),
+    (
+        ["--cuda-graph-bs", "2", "0"],
+        "--cuda-graph-bs must be one or more integers >= 1, got (2, 0).",
+    ),
+    (
+        ["--cuda-graph-bs", "2", "x"],
+        "--cuda-graph-bs must be one or more integers >= 1, got ['2', 'x'].",
+    ),
+    (
+        ["--cuda-graph-bs", "1", "8", "--cuda-graph-max-bs", "4"],
+        "--cuda-graph-bs must be at most --cuda-graph-max-bs (4), got 8; leave one of them out.",
+    ),
+    (
+        ["--cuda-graph-max-bs", "4", "--disable-cuda-graph"],
+        "--cuda-graph-max-bs sizes what --disable-cuda-graph turns off; leave one out.",
+    ),
+    (
+        ["--cuda-graph-bs", "4", "--attention-backend", "flashinfer"],
+        "--cuda-graph-bs needs --attention-backend triton, whose forwards can be captured in a "
+        "CUDA graph, got flashinfer; leave one of them out.",
+    ),
     (
         ["--load-format", "gguf"],
         "--load-format must be one of auto, safetensors, dummy, got 'gguf'.",
@@ -732,15 +804,15 @@ def test_every_known_flag_is_accepted_with_a_log_line_or_refused_with_advice(
 
 
 def test_foreign_flags_stand_beside_our_own() -> None:
-    done = parse("--tp", "1", "--port", "31000", "--disable-cuda-graph", "--enable-metrics")
+    done = parse("--tp", "1", "--port", "31000", "--show-time-cost", "--enable-metrics")
     assert (done.port, done.enable_metrics) == (31000, True)
 
 
 def test_flags_that_change_no_answer_are_accepted_with_several_values(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    parse("--cuda-graph-bs", "1", "2", "4", "--log-requests", "--enable-mixed-chunk")
-    assert "--cuda-graph-bs 1 2 4 changes nothing here: there are no CUDA graphs" in caplog.text
+    parse("--cuda-graph-bs-prefill", "1", "2", "--log-requests", "--enable-mixed-chunk")
+    assert "--cuda-graph-bs-prefill 1 2 changes nothing here: prompt chunks are" in caplog.text
     assert "--log-requests changes nothing here" in caplog.text
     assert "--enable-mixed-chunk changes nothing here" in caplog.text
 
@@ -756,15 +828,15 @@ def test_a_share_of_the_memory_is_overruled_by_a_size_in_tokens(
 
 def test_keywords_may_hold_sglang_s_other_flags(caplog: pytest.LogCaptureFixture) -> None:
     args = ServerArgs.from_keywords(
-        model_path="m", tp_size=1, disable_cuda_graph=True, log_requests=False, quantization=None
+        model_path="m", tp_size=1, show_time_cost=True, log_requests=False, quantization=None
     )
     assert dataclasses.replace(args, without_effect=()) == ServerArgs(model_path="m")
     args.resolve()
     assert "--tp-size 1 changes nothing here" in caplog.text
-    assert "--disable-cuda-graph changes nothing here" in caplog.text
+    assert "--show-time-cost changes nothing here" in caplog.text
     assert "--log-requests" not in caplog.text
-    ServerArgs.from_keywords(model_path="m", cuda_graph_bs=[1, 2]).resolve()
-    assert "--cuda-graph-bs 1 2 changes nothing here" in caplog.text
+    ServerArgs.from_keywords(model_path="m", cuda_graph_bs_prefill=[1, 2]).resolve()
+    assert "--cuda-graph-bs-prefill 1 2 changes nothing here" in caplog.text
 
 
 def test_keywords_that_are_refused_are_named_together() -> None:

@@ -1,0 +1,39 @@
+"""Where the model runs."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from sgl_spec.errors import ConfigError
+
+
+def resolve_device(asked: str) -> torch.device:
+    """The device that --device names; auto is the GPU when torch sees one. `ConfigError` for a GPU
+    that is not there."""
+    if asked == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        # float32 is to be float32: a text must not depend on the shape of a product.
+        torch.set_float32_matmul_precision("highest")
+        return torch.device("cuda", torch.cuda.current_device())
+    if asked == "auto":
+        return torch.device("cpu")
+    built = torch.version.cuda
+    reason = (
+        f"this torch {torch.__version__} was built without CUDA"
+        if built is None
+        else (f"torch {torch.__version__}, built for CUDA {built}, sees none")
+    )
+    raise ConfigError(
+        f"--device must be cpu or auto, got cuda: it needs an NVIDIA GPU, and {reason}.",
+        param="device",
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself, for reports."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
