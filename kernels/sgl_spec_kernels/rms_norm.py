@@ -1,6 +1,6 @@
 """RMSNorm, with the addition to the residual stream that precedes it.
 
-h = residual + x, rounded to the dtype as a sum of its own is, written over residual
+h = residual + x, rounded to the dtype as a sum of its own is, written over residual (and to a copy)
 y = h / sqrt(mean(h^2) + eps) * weight        (h = x where there is no residual)
 """
 
@@ -22,12 +22,15 @@ def _rms_norm(
     residual,
     weight,
     out,
+    copy,
     eps,
     x_stride,
     out_stride,
+    copy_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_COPY: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     chain(CHAINED)
@@ -41,34 +44,47 @@ def _rms_norm(
         h += tl.load(stream, mask=inside, other=0.0).to(tl.float32)
         rounded = h.to(residual.dtype.element_ty)
         tl.store(stream, rounded, mask=inside)
+        if HAS_COPY:
+            tl.store(copy + row * copy_stride + column, rounded, mask=inside)
         h = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(h * h, 0) / WIDTH + eps)
     tl.store(out + row * out_stride + column, (h * scale * w).to(out.dtype.element_ty), mask=inside)
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    copy: Tensor | None = None,
 ) -> Tensor:
     """y [T, H]. x: [T, H], rows may lie apart. weight: [H]. residual: [T, H] contiguous, replaced
-    by h. out: where y goes, [T, H], rows may lie apart; x itself is allowed."""
+    by h. out: where y goes, [T, H], rows may lie apart; x itself is allowed. copy: where h
+    goes besides, with a residual only, [T, H], rows may lie apart."""
     rows, width = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     assert x.stride(1) == out.stride(1) == weight.stride(0) == 1, "rows must be contiguous"
     assert width <= _MOST_COLUMNS, f"rows of {width}, at most {_MOST_COLUMNS}"
     assert out.shape == x.shape
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
+    assert copy is None or residual is not None, "x itself needs no copy"
+    assert copy is None or (copy.shape == x.shape and copy.stride(1) == 1)
     block = triton.next_power_of_2(width)
     _rms_norm[(rows,)](
         x,
         residual,
         weight,
         out,
+        copy,
         eps,
         x.stride(0),
         out.stride(0),
+        0 if copy is None else copy.stride(0),
         WIDTH=width,
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
+        HAS_COPY=copy is not None,
         num_warps=min(max(block // 512, 1), 16),
         **chained(x.device),
     )
@@ -76,12 +92,19 @@ def rms_norm(
 
 
 def rms_norm_ref(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    copy: Tensor | None = None,
 ) -> Tensor:
     """The twin of `rms_norm`."""
     h = x.float()
     if residual is not None:
         residual.copy_(h + residual.float())
         h = residual.float()
+    if copy is not None:
+        copy.copy_(h)
     y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight.float()
     return y.to(x.dtype) if out is None else out.copy_(y)

@@ -84,15 +84,17 @@ class Decoder:
         self, fused: FusedLayers, batch: ForwardBatch, kv: KVCache, layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         """(final-normed hidden, features of `layers`)."""
-        stream = self.embedding.index_select(0, batch.tokens)
+        shared, eps, count = fused.share(batch), self.config.rms_norm_eps, self.config.num_layers
+        norm = self.stack.layers[0].input_norm
+        assert norm is not None
+        stream, x = fused.begin(self.embedding, batch.tokens, norm, eps)
         features = Features(layers, stream)
-        last, inner = fused.run(
-            stream, self.stack.caches(kv), fused.share(batch), entering=features.keep
-        )
-        hidden = fused.norm(last.down(inner), self.norm, self.config.rms_norm_eps, stream)
-        if layers == (self.config.num_layers,):
+        last, inner = fused.run(stream, self.stack.caches(kv), shared, x=x, features=features)
+        hidden = fused.norm(last.down(inner), self.norm, eps, stream)
+        if layers == (count,):
             return hidden, hidden
-        features.keep(self.config.num_layers, hidden)
+        for place in features.places(count):
+            place.copy_(hidden)
         return hidden, features.rows
 
     def logits(self, hidden: Tensor) -> Tensor:

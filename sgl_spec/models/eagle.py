@@ -11,6 +11,7 @@ its parent's feature'.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.draft_config import HeadConfig
 from sgl_spec.models.layer import DecoderLayer, LayerStack, total_bytes
 from sgl_spec.models.stored import WeightSource
+
+if TYPE_CHECKING:
+    from sgl_spec.models.fused import FusedLayers  # needs triton, which a CPU does without
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +84,23 @@ class EagleHead:
     def forward(self, batch: ForwardBatch, features: Tensor | None, kv: KVCache) -> Tensor:
         """See `DraftModel.forward`; features are required."""
         assert features is not None
+        if self._stack.fused is not None:
+            return self._forward_fused(self._stack.fused, batch, features, kv)
+        shared = self._stack.share(batch)
         embedded = self._embedding.index_select(0, batch.tokens)
         hidden = self._fc(torch.cat((embedded, features), dim=-1))
-        fused = self._stack.fused
-        if fused is not None:
-            last, inner = fused.run(hidden, self._stack.caches(kv), fused.share(batch))
-            last.down.add_into(hidden, inner)
-            return hidden
-        shared = self._stack.share(batch)
         for layer, k_cache, v_cache in self._stack.caches(kv):
             hidden = layer(hidden, k_cache, v_cache, shared)
         return hidden
+
+    def _forward_fused(
+        self, fused: FusedLayers, batch: ForwardBatch, features: Tensor, kv: KVCache
+    ) -> Tensor:
+        shared = fused.share(batch)
+        stream = self._fc(fused.beside(self._embedding, batch.tokens, features))
+        last, inner = fused.run(stream, self._stack.caches(kv), shared, x=stream)
+        last.down.add_into(stream, inner)
+        return stream
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, logit_width] float32 of rows that `forward` returned."""

@@ -122,14 +122,13 @@ class Eagle3Head:
     def _forward_fused(
         self, fused: FusedLayers, batch: ForwardBatch, features: Tensor, kv: KVCache
     ) -> Tensor:
-        shared, eps, width = fused.share(batch), self.config.layers.rms_norm_eps, self.width
+        shared, eps = fused.share(batch), self.config.layers.rms_norm_eps
         (first, k_cache, v_cache), *rest = self._stack.caches(kv)
         assert first.input_norm is not None
-        both = features.new_empty(len(features), 2 * width)
-        embedded = self._embedding.index_select(0, batch.tokens)
-        fused.norm(embedded, first.input_norm, eps, out=both[:, :width])
-        normed = fused.norm(features, self._hidden_norm, eps, out=both[:, width:])
-        residual = normed.contiguous() if self.config.norm_before_residual else features
+        norms = first.input_norm, self._hidden_norm
+        normed = torch.empty_like(features) if self.config.norm_before_residual else None
+        both = fused.beside(self._embedding, batch.tokens, features, norms, eps, normed)
+        residual = features if normed is None else normed
         stream, added = fused.enter(first, residual, both, k_cache, v_cache, shared)
         if rest:
             added = fused.run(stream, rest, shared, added=added)

@@ -8,17 +8,19 @@ from torch import Tensor
 
 
 class Features:
-    """Collects what enters some layers, side by side: [T, len(layers) * hidden_size]."""
+    """Collects what enters some layers, side by side: [T, len(layers) * hidden_size].
 
-    def __init__(self, layers: Sequence[int], stream: Tensor) -> None:
+    like: the residual stream [T, hidden_size].
+    """
+
+    def __init__(self, layers: Sequence[int], like: Tensor) -> None:
         self._layers = layers
-        self._stream = stream
-        self.rows = stream.new_empty(len(stream), len(layers) * stream.shape[1])
+        self._width = like.shape[1]
+        self.rows = like.new_empty(len(like), len(layers) * self._width)
 
-    def keep(self, layer: int, rows: Tensor | None = None) -> None:
-        """What enters `layer`: the stream as it is now, or `rows`."""
-        source = self._stream if rows is None else rows
-        width = source.shape[1]
-        for place, wanted in enumerate(self._layers):
-            if wanted == layer:
-                self.rows[:, place * width : (place + 1) * width].copy_(source)
+    def places(self, layer: int) -> list[Tensor]:
+        """Where what enters `layer` goes: [T, hidden_size], as often as it is wanted."""
+        places = self.rows.split(self._width, dim=1) if self._layers else ()  # type: ignore[no-untyped-call]
+        return [
+            place for place, wanted in zip(places, self._layers, strict=True) if wanted == layer
+        ]

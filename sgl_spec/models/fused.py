@@ -14,7 +14,7 @@ made what it needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,9 @@ from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.layers.device_attention import Attend, DeviceAttention, Heads, is_capturing
 from sgl_spec.layers.norm_rope import rotary_tables
 from sgl_spec.models.config import ModelConfig
+from sgl_spec.models.features import Features
 from sgl_spec.models.rope import attention_factor, inverse_frequencies
+from sgl_spec_kernels.embed import embed_beside, embed_norm
 from sgl_spec_kernels.rms_norm import rms_norm
 from sgl_spec_kernels.rope_kv import rope_kv
 from sgl_spec_kernels.silu_mul import silu_mul
@@ -83,11 +85,33 @@ class FusedLayers:
         eps: float,
         stream: Tensor | None = None,
         out: Tensor | None = None,
+        copy: Tensor | None = None,
     ) -> Tensor:
         """The norm of x, or of `stream` after x is added to it; into `out`, whose rows may lie
-        apart, if there is one."""
-        normed: Tensor = rms_norm(x, weight, eps, stream, out)
+        apart, if there is one. copy: gets what the stream then is."""
+        normed: Tensor = rms_norm(x, weight, eps, stream, out, copy)
         return normed
+
+    def begin(
+        self, table: Tensor, tokens: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(stream, the norm of it) of embedded tokens."""
+        stream, normed = embed_norm(table, tokens, weight, eps)
+        return stream, normed
+
+    def beside(
+        self,
+        table: Tensor,
+        tokens: Tensor,
+        features: Tensor,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+        stream: Tensor | None = None,
+    ) -> Tensor:
+        """Embedded tokens and features side by side, each by its norm. stream: gets the normed
+        features."""
+        both: Tensor = embed_beside(table, tokens, features, norms, eps, stream)
+        return both
 
     def run(
         self,
@@ -95,24 +119,27 @@ class FusedLayers:
         caches: Caches,
         shared: FusedShared,
         *,
+        x: Tensor | None = None,
         added: tuple[DecoderLayer, Tensor] | None = None,
-        entering: Callable[[int], None] = lambda index: None,
+        features: Features | None = None,
     ) -> tuple[DecoderLayer, Tensor]:
         """Run layers over `stream`, changed in place; what the last one adds is still missing: its
         down product of the rows that are returned with it.
 
-        added: the same of the layer before. entering: called before layer `index` (of these), when
-        the stream is what enters it.
+        x: what the attention of the first reads; or added: the same of the layer before. features:
+        take what enters these layers.
         """
+        assert (x is None) != (added is None)
         for index, (layer, k_cache, v_cache) in enumerate(caches):
-            norm, x = layer.input_norm, stream
+            places = [] if features is None else features.places(index)
             if added is not None:
-                assert norm is not None, "only a first layer reads the stream as it is"
+                assert layer.input_norm is not None, "only a first layer reads the stream as it is"
                 before, inner = added
-                x = self.norm(before.down(inner), norm, layer.eps, stream)
-            elif norm is not None:
-                x = self.norm(stream, norm, layer.eps)
-            entering(index)
+                copy = places.pop() if places else None
+                x = self.norm(before.down(inner), layer.input_norm, layer.eps, stream, copy=copy)
+            for place in places:
+                place.copy_(stream)
+            assert x is not None
             output = layer.output(self.attend(layer, x, k_cache, v_cache, shared))
             x = self.norm(output, layer.post_norm, layer.eps, stream)
             added = layer, silu_mul(layer.gate_up(x))

@@ -113,12 +113,18 @@ def attention(dtype: torch.dtype) -> None:
 
 
 def fused(dtype: torch.dtype) -> None:
+    from sgl_spec_kernels.embed import embed_beside, embed_norm
     from sgl_spec_kernels.rms_norm import rms_norm
     from sgl_spec_kernels.rope_kv import rope_kv
     from sgl_spec_kernels.silu_mul import silu_mul
 
     x, ints = torch.zeros(2, 6144, dtype=dtype), torch.zeros(2, dtype=torch.int64)
-    rms_norm(x[:, :4096], x[0, :4096], 1e-5, x[:, :4096].contiguous())
+    hidden = x[:, :4096].contiguous()
+    rms_norm(x[:, :4096], x[0, :4096], 1e-5, hidden)
+    rms_norm(x[:, :4096], x[0, :4096], 1e-5, hidden, None, x[:, :4096])
+    embed_norm(hidden, ints, x[0, :4096], 1e-5)
+    embed_beside(hidden, ints, x[:, :4096], (x[0, :4096], x[0, :4096]), 1e-5, hidden)
+    embed_beside(hidden, ints, x[:, :4096], None, 1e-5)
     rms_norm(x[:, :576], x[0, :576], 1e-5)
     kv, table = torch.zeros(2, 9, 8, 128, dtype=dtype), torch.zeros(9, 64)
     rope_kv(x, kv[0], kv[1], table, table, ints, ints)

@@ -7,6 +7,7 @@ import torch
 from kernel_runs import GPU_DTYPES, INTERPRETED, relative_error
 from torch import Tensor
 
+from sgl_spec_kernels.embed import embed_beside, embed_beside_ref, embed_norm, embed_norm_ref
 from sgl_spec_kernels.rms_norm import rms_norm, rms_norm_ref
 from sgl_spec_kernels.rope_kv import rope_kv, rope_kv_ref
 from sgl_spec_kernels.silu_mul import silu_mul, silu_mul_ref
@@ -23,12 +24,40 @@ def check_norm(rows: int, width: int, device: str, dtype: torch.dtype, error: fl
     for residual in (None, torch.randn(rows, width, device=device).to(dtype)):
         streams = [None if residual is None else residual.clone() for _ in range(2)]
         outs = [torch.full_like(wide, torch.nan) for _ in range(2)]
-        for norm, stream, out in zip((rms_norm, rms_norm_ref), streams, outs, strict=True):
-            norm(wide[:, width:], weight, 1e-5, stream, out[:, :width])
+        copies = [torch.full_like(wide, torch.nan) for _ in range(2)]
+        for norm, stream, out, copy in zip(
+            (rms_norm, rms_norm_ref), streams, outs, copies, strict=True
+        ):
+            into = None if stream is None else copy[:, width:]
+            norm(wide[:, width:], weight, 1e-5, stream, out[:, :width], into)
         assert relative_error(outs[0][:, :width], outs[1][:, :width]) < error
         assert outs[0][:, width:].isnan().all(), "it wrote beyond its columns"
         if residual is not None:
             assert torch.equal(streams[0], streams[1])
+            assert torch.equal(copies[0][:, width:], streams[0])
+            assert copies[0][:, :width].isnan().all(), "it wrote beyond its columns"
+
+
+def check_embed(rows: int, width: int, device: str, dtype: torch.dtype, error: float) -> None:
+    table = torch.randn(50, width, device=device).to(dtype)
+    tokens = torch.randint(50, (rows,), device=device)
+    wide = torch.randn(rows, 2 * width, device=device).to(dtype)
+    weights = torch.randn(2, width, device=device).to(dtype)
+    found = embed_norm(table, tokens, weights[0], 1e-5)
+    twin = embed_norm_ref(table, tokens, weights[0], 1e-5)
+    assert torch.equal(found[0], twin[0])
+    assert relative_error(found[1], twin[1]) < error
+    for norms in (None, (weights[0], weights[1])):
+        streams = [torch.full((rows, width), torch.nan, device=device).to(dtype) for _ in range(2)]
+        both = [
+            op(table, tokens, wide[:, width:], norms, 1e-5, stream)
+            for op, stream in zip((embed_beside, embed_beside_ref), streams, strict=True)
+        ]
+        plain = embed_beside(table, tokens, wide[:, width:], norms, 1e-5)
+        assert torch.equal(both[0], plain)
+        assert torch.equal(streams[0], both[0][:, width:])
+        assert relative_error(both[0], both[1]) < error
+        assert torch.equal(both[0], both[1]) or norms is not None
 
 
 def check_rope(
@@ -67,6 +96,13 @@ def test_rms_norm(rows: int, width: int) -> None:
 
 
 @INTERPRETED
+@pytest.mark.parametrize(("rows", "width"), NORMS[:4])
+def test_embed(rows: int, width: int) -> None:
+    check_embed(rows, width, "cpu", torch.float32, 1e-6)
+    check_embed(rows, width, "cpu", torch.float16, 2e-3)
+
+
+@INTERPRETED
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("shape", ROPES[:3])
 def test_rope_kv(shape: tuple[int, int, int, int], normed: bool) -> None:
@@ -87,6 +123,7 @@ def test_silu_mul(rows: int, width: int) -> None:
 def test_on_the_gpu(dtype: torch.dtype, error: float) -> None:
     for rows, width in NORMS:
         check_norm(rows, width, "cuda", dtype, error)
+        check_embed(rows, width, "cuda", dtype, error)
     for shape in ROPES:
         check_rope(shape, False, "cuda", dtype, error)
         check_rope(shape, True, "cuda", dtype, error)
