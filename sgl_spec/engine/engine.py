@@ -49,6 +49,7 @@ from sgl_spec.models.checkpoint import resolve_checkpoint, resolve_tokenizer
 from sgl_spec.models.loader import load_model
 from sgl_spec.request import TokenizedRequest
 from sgl_spec.speculative.base import follows_kv
+from sgl_spec.speculative.model_drafter import ModelDrafter
 from sgl_spec.text import PROMPT_TAIL, StopMatcher, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -117,32 +118,67 @@ class Engine:
         self.rule = rule_of(args)
         self.drafter = make_drafter(args, self.model, self.slots, self.draft_model)
         self.slots.reads_ahead = follows_kv(self.drafter) and self.drafter.reads_ahead
-        worker = Worker(
-            self.model,
-            kv,
-            self.slots.table,
-            page_size=page,
-            rename_slots=False,
-            drafter=self.drafter,
-            costs=self._costs(kv, rows),
-            rule=self.rule,
-            topology=topology_of(args),
-        )
+        worker = self._make_worker(kv, rows)
         limits = self._limits(rows, reserve, check_every_step)
         grammars = GrammarJobs(self._grammar_compiler(), config.vocab_size)
         self.scheduler = Scheduler(worker, self.slots, limits, self.counters, grammars)
 
-    def _costs(self, kv: KVCache, rows: int) -> CostMeter | None:
-        """What verifying costs, where a drafter's trees may be cut by it. A simulated length needs
-        whole trees."""
+    def _make_worker(self, kv: KVCache, rows: int) -> Worker:
+        """What runs the batches: rounds that live on the device where the fused kernels run and the
+        drafter is one of ours, else one forward at a time."""
+        args, table = self.args, self.slots.table
+        options: dict[str, Any] = {
+            "page_size": args.page_size,
+            "rename_slots": False,
+            "drafter": self.drafter,
+            "rule": self.rule,
+            "topology": topology_of(args),
+        }
+        ours = not follows_kv(self.drafter) or isinstance(self.drafter, ModelDrafter)
+        if self.model.kernels == "torch" or not ours:
+            return Worker(self.model, kv, table, costs=self._costs(kv, rows), **options)
+        from sgl_spec.engine.cuda.graphs import Rounds
+        from sgl_spec.engine.cuda.worker import DeviceWorker
+
+        sizes = self._graph_sizes(rows)
+        worker = DeviceWorker(
+            self.model,
+            kv,
+            table,
+            rounds=Rounds(sizes, captures=bool(sizes)),
+            most_nodes=args.tree_nodes,
+            overlap=not args.disable_overlap_schedule,
+            weighs=self._weighs,
+            **options,
+        )
+        worker.prepare()
+        return worker
+
+    def _reserve_work(self, width: int) -> None:
+        """Make the models' work space, so that what is left of the memory is known. width: most
+        positions of a request."""
         args = self.args
-        whole = args.speculative_verify_whole_trees or args.simulate_acc_len is not None
-        if self.drafter is None or self.rule.samples or whole:
+        self.model.reserve(args.max_running_requests, args.tree_nodes, width)
+        if self.draft_model is not None:
+            most = max(args.round_slots, args.tree_nodes)
+            self.draft_model.reserve(args.max_running_requests, most, width)
+
+    def _costs(self, kv: KVCache, rows: int) -> CostMeter | None:
+        """What verifying costs, where a drafter's trees may be cut by it."""
+        if not self._weighs:
             return None
         most = rows * self.args.tree_nodes
         measured = measure_costs(self.model, kv, max_requests=rows, max_rows=most)
         logger.info("Verify cost in ms: %s", measured)
         return CostMeter(measured)
+
+    @property
+    def _weighs(self) -> bool:
+        """Whether a drafter's trees may be cut by what they cost. A simulated length needs whole
+        trees."""
+        args = self.args
+        whole = args.speculative_verify_whole_trees or args.simulate_acc_len is not None
+        return self.drafter is not None and not self.rule.samples and not whole
 
     @property
     def _mirrors(self) -> bool:
@@ -156,6 +192,7 @@ class Engine:
             draft = 0 if self.draft_model is None else self.draft_model.weight_bytes
             weights = self.model.weight_bytes + draft
             return pool_slots(args, cpu_room(args, self._free_at_start, weights), per_token, width)
+        self._reserve_work(width)
         memory = GpuMemory.read(self.device)
         config, itemsize = self.model.config, self.model.dtype.itemsize
         self._work = work_bytes(config, itemsize, self._largest_shapes())
