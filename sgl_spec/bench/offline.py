@@ -89,7 +89,7 @@ class OfflineBench:
         self.ngram = LLM(
             options.model_path, disable_radix_cache=True, speculative_algorithm="NGRAM"
         )
-        self.peer = Transformers(self.plain) if options.against == "transformers" else None
+        self.peer = Transformers.beside(self.plain) if options.against == "transformers" else None
         self.free = [self.plain.encode(p) for p in free_prompts(options.prompts)]
         self.copy = [self.plain.encode(p) for p in copy_prompts(options.prompts)]
         self.facts = floor(self.plain) | {"new_tokens": self.new_tokens}
@@ -177,17 +177,21 @@ def row_of(label: str, name: str, baseline: str, turns: list[dict[str, Run]]) ->
 
 
 class Transformers:
-    """`generate` of the same checkpoint in the same dtype, left-padded for batches."""
+    """`generate` of a checkpoint, left-padded for batches."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
 
-        directory = llm.engine.model_dir
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=llm.engine.model.dtype
-        )
-        self.model.eval()
+        self.device = device
+        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+        self.model.to(device).eval()
         self.model.generation_config.eos_token_id = None  # neither stops there nor avoids it
+
+    @classmethod
+    def beside(cls, llm: LLM) -> Transformers:
+        """The same model in the same dtype."""
+        model = llm.engine.model
+        return cls(llm.engine.model_dir, model.dtype, model.device)
 
     def run(self, case: Case, new_tokens: int) -> Run:
         """Greedy continuations, EOS ignored."""
@@ -204,8 +208,8 @@ class Transformers:
             padded = torch.tensor([[0] * (width - len(p)) + p for p in part])
             mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in part])
             out = self.model.generate(
-                padded,
-                attention_mask=mask,
+                padded.to(self.device),
+                attention_mask=mask.to(self.device),
                 do_sample=False,
                 max_new_tokens=new_tokens,
                 pad_token_id=0,

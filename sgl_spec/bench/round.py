@@ -1,7 +1,9 @@
 """Where a round's time is: each stage with what it reads, its floor, and how far it is above it.
 
 The floor of a stage is the time in which its bytes (weights and keys and values, each read once a
-forward) can be read at the bandwidth that was measured just before. Other options are the server's:
+forward) can be read at the bandwidth that was measured just before. Times are of the CPU's clock,
+or on a GPU of events on its stream, which are captured with the round's graph; there the kernels
+that take longest follow. Other options are the server's:
 python -m sgl_spec.bench round --batch 8 --speculative-algorithm EAGLE3
 """
 
@@ -10,20 +12,34 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sgl_spec.args import ServerArgs
+from sgl_spec.bench.device_times import KernelRow, bandwidth, kernel_rows
 from sgl_spec.bench.offline import bundled, read_bandwidth
 from sgl_spec.bench.report import provenance, say, table, write_row
-from sgl_spec.bench.stages import HOST, PARTS, STAGES, HostClock, Recorder, RoundTimes, watched
+from sgl_spec.bench.stages import (
+    HOST,
+    PARTS,
+    STAGES,
+    EventClock,
+    HostClock,
+    Recorder,
+    RoundTimes,
+    watched,
+)
 from sgl_spec.engine.engine import Engine
 from sgl_spec.errors import ConfigError
 from sgl_spec.request import SamplingParams, TokenizedRequest
 
 WARM_ROUNDS = 5
+TRACED_ROUNDS = 10
 _LONGEST_ROUND = 64  # tokens that one may give
 
 
@@ -48,6 +64,7 @@ class RoundBench:
     def __init__(self, options: argparse.Namespace, args: ServerArgs) -> None:
         self.options = options
         self.engine = Engine(args)
+        self.on_gpu = self.engine.model.device.type == "cuda"
         self.facts: dict[str, Any] = {
             "args": {k: v for k, v in self.engine.args.public().items() if v is not None},
             "acceptance_rule": self.engine.rule.name,
@@ -56,45 +73,106 @@ class RoundBench:
         }
 
     def run(self) -> tuple[list[StageRow], float]:
-        """The rows, the whole round last, and what the wrapping costs: measured rounds over as many
-        rounds without it."""
-        bandwidth = read_bandwidth()
+        """The rows, the whole round last, and what the wrapping costs: measured rounds over rounds
+        without it."""
+        rate = self._read_bandwidth()
         self._submit()
         self._fill()
-        for _ in range(WARM_ROUNDS):
-            self._round()
-        before, plain, rounds, recorder = self._emitted(), [], [], Recorder(HostClock())
-        for _ in range(self.options.rounds):  # in turns: the machine's speed drifts
-            plain.append(self._plain())
-            with watched(self.engine, recorder):
-                rounds.append(self._measured(recorder))
+        self._warm_up()
+        before = self._emitted()
+        plain, rounds = self._in_blocks() if self.on_gpu else self._in_turns()
         emitted, verified = (now - then for now, then in zip(self._emitted(), before, strict=True))
-        rows = rows_of(rounds, bandwidth)
+        rows = rows_of(rounds, rate)
         plain_ms = statistics.median(plain) * 1e3
         self.facts |= {
             "rounds": len(rounds),
             "plain_round_ms": plain_ms,
+            "plain_over_floor": plain_ms / floor if (floor := rows[-1].floor_ms) else None,
             "tokens_per_request_and_round": emitted / verified if verified else 1.0,
-            "read_bandwidth_gb_s": bandwidth / 1e9,
         }
         return rows, rows[-1].ms / plain_ms
 
-    def _plain(self) -> float:
-        start = time.perf_counter()
-        self._round()
-        return time.perf_counter() - start
+    def kernels(self) -> list[KernelRow]:
+        """Those of plain rounds, on a GPU."""
+
+        def work() -> None:
+            for _ in range(TRACED_ROUNDS):
+                self._round()
+
+        return kernel_rows(work, TRACED_ROUNDS) if self.on_gpu else []
+
+    def _read_bandwidth(self) -> float:
+        if not self.on_gpu:
+            rate = read_bandwidth()
+        else:
+            both = bandwidth(self.engine.model.device)
+            torch.cuda.empty_cache()
+            rate = both.read
+            self.facts["copy_bandwidth_gb_s"] = both.copy / 1e9
+        self.facts["read_bandwidth_gb_s"] = rate / 1e9
+        return rate
+
+    def _in_turns(self) -> tuple[list[float], list[RoundTimes]]:
+        """Seconds of plain rounds, and measured rounds between them: a CPU's speed drifts."""
+        plain, rounds, recorder = [], [], Recorder(HostClock())
+        for _ in range(self.options.rounds):
+            plain.append(self._seconds(1))
+            with self._watched(recorder):
+                rounds.append(self._measured(recorder))
+        return plain, rounds
+
+    def _in_blocks(self) -> tuple[list[float], list[RoundTimes]]:
+        """The same one after the other, since a round may be launched before the last one's tokens
+        are there, and graphs are made anew to be measured. Plain rounds by five."""
+        plain = [self._seconds(5) for _ in range(max(1, self.options.rounds // 5))]
+        recorder = Recorder(EventClock())
+        with self._watched(recorder):
+            for _ in range(WARM_ROUNDS):
+                self._measured(recorder)
+            rounds = [self._measured(recorder) for _ in range(self.options.rounds)]
+        self._warm_up()
+        return plain, rounds
+
+    @contextmanager
+    def _watched(self, recorder: Recorder) -> Iterator[None]:
+        if hasattr(self.engine.scheduler.worker, "rounds"):
+            from sgl_spec.bench.device_stages import watched_device  # needs triton
+
+            with watched_device(self.engine, recorder):
+                yield
+            return
+        with watched(self.engine, recorder):
+            yield
+
+    def _seconds(self, rounds: int) -> float:
+        """Of one of so many rounds in a row."""
+        before, start = self.engine.counters.rounds, time.perf_counter()
+        for _ in range(rounds):
+            self._round()
+        seconds = time.perf_counter() - start
+        done = self.engine.counters.rounds - before
+        assert done == rounds, f"{done} rounds in {rounds} steps"
+        return seconds / rounds
 
     def _measured(self, recorder: Recorder) -> RoundTimes:
         with recorder.stage(HOST):
             self._round()
-        return recorder.round()
+        return recorder.round(self._held())
+
+    def _held(self) -> int:
+        """Tokens whose KV a round reads, trees included."""
+        running = self.engine.scheduler.running
+        committed = sum(req.held.committed_len for req in running)
+        return committed + len(running) * self.engine.args.tree_nodes
+
+    def _warm_up(self) -> None:
+        for _ in range(WARM_ROUNDS):
+            self._round()
 
     def _round(self) -> None:
-        """A step that is a round of the whole batch."""
-        rounds = self.engine.counters.rounds
+        """A step of the whole batch: a round, which may be collected in the next."""
         self.engine.step()
-        running = len(self.engine.scheduler.running)
-        if self.engine.counters.rounds != rounds + 1 or running != self.options.batch:
+        if len(self.engine.scheduler.running) != self.options.batch:
             raise ConfigError("The batch did not stay whole; raise --max-total-tokens.")
 
     def _emitted(self) -> tuple[int, int]:
@@ -105,7 +183,7 @@ class RoundBench:
         if limits.max_running < options.batch:
             raise ConfigError(f"--batch must be at most {limits.max_running}, got {options.batch}.")
         # Enough that nothing ends, however much a round gives.
-        rounds = 2 * options.rounds + WARM_ROUNDS + 1
+        rounds = 2 * options.rounds + 3 * WARM_ROUNDS + TRACED_ROUNDS + 2
         tokens = rounds * min(self.engine.args.tree_nodes, _LONGEST_ROUND) + 1
         most = limits.max_request_tokens
         if options.prompt_tokens + tokens > most:
@@ -186,14 +264,21 @@ def main(argv: Sequence[str]) -> None:
     header = ["stage", "ms", "share", "calls", "MB", "floor ms", "x floor"]
     print(table(header, [["-" if v is None else v for v in asdict(row).values()] for row in rows]))
     facts = bench.facts
+    over = facts["plain_over_floor"]
     print(
         f"{facts['tokens_per_request_and_round']:.2f} tokens per request and round; rounds that "
-        f"nothing is measured in take {facts['plain_round_ms']:.3f} ms, these {overhead:.2f} times "
+        f"nothing is measured in take {facts['plain_round_ms']:.3f} ms"
+        f"{'' if over is None else f', {over:.2f} times the floor'}, these {overhead:.2f} times "
         f"as long; floors at {facts['read_bandwidth_gb_s']:.1f} GB/s."
     )
+    kernels = bench.kernels()
+    if kernels:
+        shown = [[row.kernel[:80], row.ms, row.calls] for row in kernels[: options.kernels]]
+        print(table(["kernel", "ms", "calls"], shown))
     if options.json:
         conditions = provenance(argv=["python", "-m", "sgl_spec.bench", "round", *argv], seed=0)
         found = {**facts, "overhead": overhead, "rows": [asdict(row) for row in rows]}
+        found["kernels"] = [asdict(row) for row in kernels]
         write_row(Path(options.json), {**conditions, **found})
 
 
@@ -205,5 +290,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--prompt-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--kernels", type=int, default=16, help="shown on a GPU")
     parser.add_argument("--json", help="append one JSON row to this file")
     return parser

@@ -70,7 +70,7 @@ class TaskBench:
         self.plain = self._load()
         self.tokenizer = ServerTokenizer.from_dir(self.plain.engine.tokenizer_dir)
         self.drafted = {name: self._load(name) for name in options.algorithms}
-        self.peer = Transformers(self.plain) if options.against == "transformers" else None
+        self.peer = Transformers.beside(self.plain) if options.against == "transformers" else None
         shape = {} if options.draft_shape is None else {"draft_shape": options.draft_shape}
         self.facts = floor(self.plain) | {"new_tokens": options.max_new_tokens} | shape
 

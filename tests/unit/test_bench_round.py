@@ -23,6 +23,7 @@ class ScriptedClock:
 
     def __init__(self) -> None:
         self.now = 0
+        self.capturing = False
 
     def mark(self) -> int:
         self.now += 1
@@ -30,6 +31,9 @@ class ScriptedClock:
 
     def seconds(self, start: int, end: int) -> float:
         return end - start
+
+    def captures(self) -> bool:
+        return self.capturing
 
 
 def test_times_of_nested_stages_add_up() -> None:
@@ -47,6 +51,40 @@ def test_times_of_nested_stages_add_up() -> None:
     assert times.calls == {"whole": 1, "whole: linear": 1, "inner": 2}
     assert times.bytes == {"whole: linear": 100}
     assert recorder.round().total == 0
+
+
+def test_a_captured_round_counts_with_each_replay() -> None:
+    """It was called twice, once to warm up; its spans are those of the capture, and what they took
+    is not the host's."""
+    clock = ScriptedClock()
+    recorder = Recorder(clock)
+
+    def program() -> None:
+        with recorder.stage("verify"):
+            recorder.reads(100, kv=3)
+            with recorder.stage("output layer"):
+                recorder.reads(20)
+        with recorder.stage("compaction"):
+            pass
+
+    graph = object()
+    with recorder.stage(HOST):
+        with recorder.capture(graph):
+            program()
+            clock.capturing = True
+            program()
+            clock.capturing = False
+        recorder.replay(graph)
+    first = recorder.round(held=7)
+    with recorder.stage(HOST), recorder.stage("drafting"):
+        recorder.replay(graph)
+    second = recorder.round(held=10)
+    inside = {"verify": 2, "output layer": 1, "compaction": 1}
+    assert {name: first.seconds[name] for name in inside} == inside
+    assert dict(second.calls) == {HOST: 1, "drafting": 1, **dict.fromkeys(inside, 1)}
+    assert second.seconds == {HOST: 2 - 4, "drafting": 1, **inside}  # of a clock without overlap
+    assert first.bytes == {"verify": 100 + 3 * 7, "output layer": 20}
+    assert second.bytes == {"verify": 100 + 3 * 10, "output layer": 20}
 
 
 FLAGS = {
