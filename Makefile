@@ -6,6 +6,7 @@
 #   make test    set up, then run all tests that need neither a GPU nor the full matrix
 #   make check   what CI runs: test, lint, types
 #   make slow    the full matrix
+#   make gpu     the tests that need a GPU; what came of them goes to docs/results/gpu-tests.json
 #
 # Variables: PORT=30000, ARGS="more server flags", PYTEST_ARGS, PYTHON=python3, VENV=.venv, and
 # PIP_ARGS="more pip flags", for instance an index that carries the torch build you want.
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --only-binary :all: -c constraints.txt
 
-.PHONY: help setup serve test slow lint types check
+.PHONY: help setup serve test slow gpu lint types check
 
 help:
 	@sed -n '4,/^$$/s/^# \{0,1\}//p' Makefile
@@ -54,6 +55,9 @@ test: $(STAMP)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow and not gpu' --durations 15 $(PYTEST_ARGS)
+
+gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu --results docs/results/gpu-tests.json $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

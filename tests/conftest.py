@@ -18,6 +18,7 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ["TRITON_INTERPRET"] = "1"
 
 from hypothesis import settings
+from results import Results
 from serving import Launch, launcher
 from tiny import make_tiny
 
@@ -28,6 +29,18 @@ SLOW_TIMEOUT_S = 7200
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.register_profile("local", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """See `results`."""
+    parser.addoption("--results", type=Path, metavar="FILE", help="write what came of the tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Collect results where they are asked for."""
+    path = config.getoption("--results")
+    if path is not None:
+        config.pluginmanager.register(Results(path))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
