@@ -5,8 +5,9 @@ per KV head, so a handful of tokens fills a tensor-core tile) over one split of 
 
     s = scale q . k,    acc = sum_p exp(s_p - m) v_p,    l = sum_p exp(s_p - m),    m = max_p s_p
 
-Where a block has more than one split, each leaves (acc, l, m) in the work space and the last to
-arrive merges them in the splits' order: out = sum_i exp(m_i - m) acc_i / sum_i exp(m_i - m) l_i.
+Where a block has more than one split, each leaves (acc, l, m) in the work space, and a second
+kernel, with a program for every row, merges them in the splits' order:
+out = sum_i exp(m_i - m) acc_i / sum_i exp(m_i - m) l_i.
 Lengths, slots and mask words are read on the device and the grid comes from bounds that the host
 knows, so a launch can be replayed in a CUDA graph while lengths grow.
 """
@@ -93,27 +94,25 @@ def _attend(
 
 
 @triton.jit
-def _merge(
-    part, part_stats, split_rows, first_row, used_splits, rows, dims, live, BLOCK_D: tl.constexpr
+def _splits(
+    q_len,
+    prefix,
+    tree,
+    block,
+    num_splits,
+    min_split,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):
-    """Sum of the splits of a block of rows: (acc, total)."""
-    acc = tl.zeros([rows.shape[0], BLOCK_D], dtype=tl.float32)
-    total = tl.zeros([rows.shape[0]], dtype=tl.float32)
-    best = tl.full([rows.shape[0]], float("-inf"), dtype=tl.float32)
-    for split in range(0, used_splits):
-        row = split * split_rows + first_row + rows
-        # Other multiprocessors wrote these: past the L1 cache.
-        m = tl.load(part_stats + row * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
-        l = tl.load(part_stats + row * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")  # noqa: E741
-        at = row[:, None] * BLOCK_D + dims[None, :]
-        more = tl.load(part + at, mask=live[:, None], other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(best, m)
-        level = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink, weight = tl.exp2(best - level), tl.exp2(m - level)
-        acc = acc * shrink[:, None] + more * weight[:, None]
-        total = total * shrink + l * weight
-        best = higher
-    return acc, total
+    """(columns that a block of rows may see, columns of a split, splits that there are)."""
+    length = prefix + tree + q_len
+    if CAUSAL:
+        length = tl.minimum(length, prefix + ((block + 1) * BLOCK_M - 1) // GROUP + 1)
+    share = tl.cdiv(tl.cdiv(length, num_splits), BLOCK_N) * BLOCK_N
+    share = tl.maximum(share, min_split)
+    return length, share, tl.cdiv(length, share)
 
 
 @triton.jit(do_not_specialize=["row_blocks"])  # chunks of prompts have any length
@@ -130,7 +129,6 @@ def _tree_attn(
     tree_lens,
     part,
     part_stats,
-    arrived,
     scale,
     table_stride,
     q_stride,
@@ -147,23 +145,27 @@ def _tree_attn(
     CHAINED: tl.constexpr,
 ):
     chain(CHAINED)
-    block = tl.program_id(0) % row_blocks
-    kv_head = tl.program_id(0) // row_blocks
+    kv_heads = tl.num_programs(0) // row_blocks
+    kv_head = tl.program_id(0) % kv_heads
+    block = tl.program_id(0) // kv_heads
+    if CAUSAL:
+        block = row_blocks - 1 - block  # the longest first
     split = tl.program_id(1)
     request = tl.program_id(2)
+    # All on their way before the first is waited for.
     start = tl.load(q_starts + request).to(tl.int32)
-    q_len = tl.load(q_starts + request + 1).to(tl.int32) - start
+    stop = tl.load(q_starts + request + 1).to(tl.int32)
+    prefix = tl.load(prefix_lens + request).to(tl.int32)
+    table_row = tl.load(table_rows + request).to(tl.int64)
+    tree = 0
+    if HAS_TREE:
+        tree = tl.load(tree_lens + request).to(tl.int32)
+    q_len = stop - start
     if block * BLOCK_M >= q_len * GROUP:
         return
-    prefix = tl.load(prefix_lens + request).to(tl.int32)
-    length = prefix + q_len
-    if HAS_TREE:
-        length += tl.load(tree_lens + request).to(tl.int32)
-    if CAUSAL:
-        length = tl.minimum(length, prefix + ((block + 1) * BLOCK_M - 1) // GROUP + 1)
-    share = tl.cdiv(tl.cdiv(length, tl.num_programs(1)), BLOCK_N) * BLOCK_N
-    share = tl.maximum(share, min_split)
-    used_splits = tl.cdiv(length, share)
+    length, share, used_splits = _splits(
+        q_len, prefix, tree, block, tl.num_programs(1), min_split, GROUP, BLOCK_M, BLOCK_N, CAUSAL
+    )
     if split >= used_splits:
         return
 
@@ -183,61 +185,113 @@ def _tree_attn(
     at = row[:, None] * q_stride + head[:, None] * DIM + dims[None, :]
     queries = tl.load(q + at, mask=used, other=0.0)
 
-    table = req_to_token + tl.load(table_rows + request).to(tl.int64) * table_stride
+    table = req_to_token + table_row * table_stride
     k += kv_head * DIM
     v += kv_head * DIM
     lo = split * share
     hi = tl.minimum(lo + share, length)
-    whole = tl.maximum(tl.minimum(hi, prefix) - lo, 0) // BLOCK_N * BLOCK_N
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     best = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    if CAUSAL:  # products decide here: no mask where none is needed
+        whole = tl.maximum(tl.minimum(hi, prefix + block * BLOCK_M // GROUP) - lo, 0)
+        middle = lo + whole // BLOCK_N * BLOCK_N
+        acc, total, best = _attend(
+            acc, total, best, queries, own, union, k, v, table, prefix, lo, middle,
+            kv_stride, scale, False, CAUSAL, DIM, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+        lo = middle
     acc, total, best = _attend(
-        acc, total, best, queries, own, union, k, v, table, prefix, lo, lo + whole,
-        kv_stride, scale, False, CAUSAL, DIM, BLOCK_D, BLOCK_N,
-    )  # fmt: skip
-    acc, total, best = _attend(
-        acc, total, best, queries, own, union, k, v, table, prefix, lo + whole, hi,
+        acc, total, best, queries, own, union, k, v, table, prefix, lo, hi,
         kv_stride, scale, True, CAUSAL, DIM, BLOCK_D, BLOCK_N,
     )  # fmt: skip
 
     if used_splits > 1:
-        group = request * tl.num_programs(0) + tl.program_id(0)
-        split_rows = tl.num_programs(2) * tl.num_programs(0) * BLOCK_M
-        mine = split * split_rows + group * BLOCK_M + rows
+        group = (request * row_blocks + block) * kv_heads + kv_head
+        mine = (split * tl.num_programs(2) * row_blocks * kv_heads + group) * BLOCK_M + rows
         tl.store(part_stats + mine * 2, best, mask=live)
         tl.store(part_stats + mine * 2 + 1, total, mask=live)
         tl.store(part + mine[:, None] * BLOCK_D + dims[None, :], acc, mask=live[:, None])
-        tl.debug_barrier()  # every thread's part is written before one thread says so
-        if tl.atomic_add(arrived + group, 1) < used_splits - 1:
-            return
-        tl.store(arrived + group, 0)  # as the next launch needs it
-        acc, total = _merge(
-            part, part_stats, split_rows, group * BLOCK_M, used_splits, rows, dims, live, BLOCK_D
-        )
+        return
     # A row whose word is empty and that has no prefix sees nothing: 0, not NaN.
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    heads = tl.num_programs(0) // row_blocks * GROUP
-    at = row[:, None] * (heads * DIM) + head[:, None] * DIM + dims[None, :]
+    at = row[:, None] * (kv_heads * GROUP * DIM) + head[:, None] * DIM + dims[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=used)
+
+
+@triton.jit(do_not_specialize=["row_blocks", "num_splits"])
+def _merge(
+    part,
+    part_stats,
+    out,
+    prefix_lens,
+    q_starts,
+    tree_lens,
+    row_blocks,
+    num_splits,
+    min_split,
+    kv_heads,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_TREE: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """One program takes one row: a token and a head."""
+    chain(CHAINED)
+    kv_head = tl.program_id(0) % kv_heads
+    folded = tl.program_id(0) // kv_heads
+    request = tl.program_id(1)
+    start = tl.load(q_starts + request).to(tl.int32)
+    stop = tl.load(q_starts + request + 1).to(tl.int32)
+    prefix = tl.load(prefix_lens + request).to(tl.int32)
+    tree = 0
+    if HAS_TREE:
+        tree = tl.load(tree_lens + request).to(tl.int32)
+    q_len, block = stop - start, folded // BLOCK_M
+    _, _, used_splits = _splits(
+        q_len, prefix, tree, block, num_splits, min_split, GROUP, BLOCK_M, BLOCK_N, CAUSAL
+    )
+    if (folded >= q_len * GROUP) | (used_splits < 2):
+        return
+    split, dims = tl.arange(0, MOST_SPLITS), tl.arange(0, BLOCK_D)
+    there = split < used_splits
+    group = (request * row_blocks + block) * kv_heads + kv_head
+    mine = (split * tl.num_programs(1) * row_blocks * kv_heads + group) * BLOCK_M
+    mine += folded % BLOCK_M
+    m = tl.load(part_stats + mine * 2, mask=there, other=float("-inf"))
+    l = tl.load(part_stats + mine * 2 + 1, mask=there, other=0.0)  # noqa: E741
+    at = mine[:, None] * BLOCK_D + dims[None, :]
+    parts = tl.load(part + at, mask=there[:, None], other=0.0)
+    best = tl.max(m, 0)
+    # A row whose word is empty and that has no prefix sees nothing: 0, not NaN.
+    weight = tl.exp2(m - tl.where(best == float("-inf"), 0.0, best))
+    total = tl.sum(l * weight, 0)
+    acc = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    row = (start + folded // GROUP).to(tl.int64) * kv_heads * GROUP + kv_head * GROUP
+    to = out + (row + folded % GROUP) * DIM + dims
+    tl.store(to, acc.to(out.dtype.element_ty), mask=dims < DIM)
 
 
 @dataclass(frozen=True, slots=True)
 class AttnWork:
     """Where splits leave their parts. One launch at a time may use it.
 
-    part: [rows * head_dim] float32. stats: [rows * 2] float32. arrived: [blocks] int32, zero
-    between launches.
+    part: [rows * head_dim] float32. stats: [rows * 2] float32.
     """
 
     part: Tensor
     stats: Tensor
-    arrived: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class AttnPlan:
-    """What all layers of one forward share: the arguments of `plan_tree_attn`, and the grid."""
+    """What all layers of one forward share: the arguments of `plan_tree_attn`, and the grid.
+    most_rows: of a request and a KV head, tokens x heads."""
 
     req_to_token: Tensor
     rows: Tensor
@@ -246,6 +300,7 @@ class AttnPlan:
     mask_words: Tensor | None
     tree_lens: Tensor | None
     heads_per_kv: int
+    most_rows: int
     block_m: int
     row_blocks: int
     splits: int
@@ -271,16 +326,14 @@ def attn_work(
     device: torch.device | str,
 ) -> AttnWork:
     """Work space for launches of this shape; those of a smaller batch need no more."""
-    sizes = [(1, 1)]
+    rows = 1
     for size in range(1, batch + 1):
         block_m, row_blocks, splits = attn_grid(size, kv_heads, max_q_len, heads_per_kv)
-        blocks = size * kv_heads * row_blocks
-        sizes.append((blocks, splits * blocks * block_m if splits > 1 else 1))
-    rows = max(r for _, r in sizes)
+        if splits > 1:
+            rows = max(rows, splits * size * kv_heads * row_blocks * block_m)
     return AttnWork(
         part=torch.empty(rows * triton.next_power_of_2(head_dim), device=device),
         stats=torch.empty(rows * 2, device=device),
-        arrived=torch.zeros(max(b for b, _ in sizes), dtype=torch.int32, device=device),
     )
 
 
@@ -311,8 +364,6 @@ def plan_tree_attn(
     batch = rows.shape[0]
     assert q_starts.shape[0] == batch + 1
     block_m, row_blocks, splits = attn_grid(batch, kv_heads, max_q_len, heads_per_kv)
-    blocks = batch * kv_heads * row_blocks
-    assert work.arrived.numel() >= blocks, "the work space is for a smaller shape"
     return AttnPlan(
         req_to_token,
         rows,
@@ -321,6 +372,7 @@ def plan_tree_attn(
         mask_words,
         tree_lens,
         heads_per_kv,
+        max_q_len * heads_per_kv,
         block_m,
         row_blocks,
         splits,
@@ -341,6 +393,17 @@ def tree_attn(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttnPlan, scale
     block_d = triton.next_power_of_2(dim)
     out = torch.empty(num_tokens, heads * dim, dtype=q.dtype, device=q.device)
     work, batch = plan.work, plan.rows.shape[0]
+    shared = {
+        "GROUP": plan.heads_per_kv,
+        "DIM": dim,
+        "BLOCK_D": block_d,
+        "BLOCK_M": plan.block_m,
+        # float32 products are unrolled into single instructions, which fill the registers.
+        "BLOCK_N": BLOCK_N if block_d * q.element_size() <= 256 else BLOCK_N // 2,
+        "CAUSAL": plan.mask_words is None,
+        "HAS_TREE": plan.tree_lens is not None,
+        **chained(q.device),
+    }
     _tree_attn[(kv_heads * plan.row_blocks, plan.splits, batch)](
         q,
         k_cache,
@@ -354,25 +417,32 @@ def tree_attn(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttnPlan, scale
         plan.tree_lens,
         work.part,
         work.stats,
-        work.arrived,
         scale * _LOG2_E,
         plan.req_to_token.stride(0),
         q.stride(0),
         k_cache.stride(0),
         plan.row_blocks,
         MIN_SPLIT,
-        GROUP=plan.heads_per_kv,
-        DIM=dim,
-        BLOCK_D=block_d,
-        BLOCK_M=plan.block_m,
-        # float32 products are unrolled into single instructions, which fill the registers.
-        BLOCK_N=BLOCK_N if block_d * q.element_size() <= 256 else BLOCK_N // 2,
-        CAUSAL=plan.mask_words is None,
-        HAS_TREE=plan.tree_lens is not None,
         num_warps=4 if q.element_size() == 2 and plan.block_m <= 64 else 8,
         num_stages=3 if q.element_size() == 2 else 2,
-        **chained(q.device),
+        **shared,
     )
+    if plan.splits > 1:
+        _merge[(kv_heads * plan.most_rows, batch)](
+            work.part,
+            work.stats,
+            out,
+            plan.prefix_lens,
+            plan.q_starts,
+            plan.tree_lens,
+            plan.row_blocks,
+            plan.splits,
+            MIN_SPLIT,
+            kv_heads,
+            MOST_SPLITS=triton.next_power_of_2(plan.splits),
+            num_warps=2 if plan.splits <= 8 else 4,
+            **shared,
+        )
     return out
 
 

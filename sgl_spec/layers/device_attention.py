@@ -86,19 +86,18 @@ class TritonAttention:
 
     def __init__(self, heads: Heads) -> None:
         self._heads = heads
-        self._rows, self._blocks = 0, 0
+        self._rows = 0
         self._works: list[AttnWork] = []  # the last is the largest; graphs may use the others
 
     def reserve(self, max_batch: int, max_q_len: int) -> None:
         """A work space for all shapes up to this one: a smaller one may be split further."""
         lengths = {*range(1, min(max_q_len, 64) + 1), max_q_len}
         lengths |= {1 << bit for bit in range(max_q_len.bit_length())}
-        needs = [self._need(b, q) for b in range(1, max_batch + 1) for q in lengths]
-        self._grow(max(rows for rows, _ in needs), max(blocks for _, blocks in needs))
+        self._grow(max(self._need(b, q) for b in range(1, max_batch + 1) for q in lengths))
 
     def plan(self, batch: ForwardBatch, max_q_len: int) -> Attend:
         """See `Attention.plan`."""
-        self._grow(*self._need(len(batch.rows), max_q_len))
+        self._grow(self._need(len(batch.rows), max_q_len))
         plan = plan_tree_attn(
             batch.req_to_token,
             batch.rows,
@@ -113,27 +112,24 @@ class TritonAttention:
         )
         return partial(_by_triton, plan)
 
-    def _need(self, batch: int, q_len: int) -> tuple[int, int]:
-        """(rows of parts, blocks) of a work space for this shape."""
+    def _need(self, batch: int, q_len: int) -> int:
+        """Rows of parts in a work space for this shape."""
         heads = self._heads
         block_m, row_blocks, splits = attn_grid(batch, heads.kv_heads, q_len, heads.heads_per_kv)
-        blocks = batch * heads.kv_heads * row_blocks
-        return splits * blocks * block_m if splits > 1 else 1, blocks
+        return splits * batch * heads.kv_heads * row_blocks * block_m if splits > 1 else 1
 
-    def _grow(self, rows: int, blocks: int) -> None:
-        if rows <= self._rows and blocks <= self._blocks:
+    def _grow(self, rows: int) -> None:
+        if rows <= self._rows:
             return
         device = self._heads.device
         assert not is_capturing(device), "reserve() must come before the capture of such a forward"
         # In large steps, since what a graph may use is never given back.
-        self._rows = max(rows, 2 * self._rows) if rows > self._rows else self._rows
-        self._blocks = max(blocks, 2 * self._blocks) if blocks > self._blocks else self._blocks
+        self._rows = max(rows, 2 * self._rows)
         width = triton.next_power_of_2(self._heads.head_dim)
         self._works.append(
             AttnWork(
                 part=torch.empty(self._rows * width, dtype=torch.float32, device=device),
                 stats=torch.empty(self._rows * 2, dtype=torch.float32, device=device),
-                arrived=torch.zeros(self._blocks, dtype=torch.int32, device=device),
             )
         )
 

@@ -152,7 +152,7 @@ def test_work_space_is_reserved_and_stays(tiny: Path) -> None:
 
     def space() -> list[Tensor]:
         works = fused._attention._trees._works
-        parts = [part for work in works for part in (work.part, work.stats, work.arrived)]
+        parts = [part for work in works for part in (work.part, work.stats)]
         return [*parts, *(table for tables in fused._tables for table in tables)]
 
     before = space()
@@ -163,7 +163,7 @@ def test_work_space_is_reserved_and_stays(tiny: Path) -> None:
     assert [t.data_ptr() for t in space()] == [t.data_ptr() for t in before]
     model.reserve(64, 64, positions=3000)
     after = space()
-    assert len(after) == len(before) + 5
+    assert len(after) == len(before) + 4
     assert {t.data_ptr() for t in before} < {t.data_ptr() for t in after}
     assert all(t.shape == (3000, 8) for t in fused._tables[-1])
 
