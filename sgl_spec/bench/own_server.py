@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sgl_spec.errors import ConfigError
 
@@ -50,8 +50,10 @@ class OwnServer:
 def own_server(flags: Sequence[str], timeout_s: float = 600.0) -> Iterator[OwnServer]:
     """Serve with `flags` (those of the command line; the port is found unless given).
 
-    Raises `ConfigError` with the end of its log if it ends or is not ready within `timeout_s`.
+    Raises `ConfigError` with the end of its log if it ends or is not ready within `timeout_s`. A
+    SIGTERM meanwhile stops it too.
     """
+    before_signal = signal.signal(signal.SIGTERM, _leave)
     with tempfile.TemporaryDirectory(prefix="sgl-spec-bench-") as directory:
         log = Path(directory) / "server.log"
         command, port = _command(flags)
@@ -72,6 +74,11 @@ def own_server(flags: Sequence[str], timeout_s: float = 600.0) -> Iterator[OwnSe
             yield OwnServer(f"http://{HOST}:{port}", process.pid, log, started)
         finally:
             _stop(process)
+            signal.signal(signal.SIGTERM, before_signal)
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def triton_cache() -> Path:

@@ -65,6 +65,7 @@ class RoundBench:
         self.options = options
         self.engine = Engine(args)
         self.on_gpu = self.engine.model.device.type == "cuda"
+        self.whole_rounds = hasattr(self.engine.scheduler.worker, "rounds")  # that need no host
         self.facts: dict[str, Any] = {
             "args": {k: v for k, v in self.engine.args.public().items() if v is not None},
             "acceptance_rule": self.engine.rule.name,
@@ -80,7 +81,8 @@ class RoundBench:
         self._fill()
         self._warm_up()
         before = self._emitted()
-        plain, rounds = self._in_blocks() if self.on_gpu else self._in_turns()
+        in_blocks = self.on_gpu or self.whole_rounds
+        plain, rounds = self._in_blocks() if in_blocks else self._in_turns()
         emitted, verified = (now - then for now, then in zip(self._emitted(), before, strict=True))
         rows = rows_of(rounds, rate)
         plain_ms = statistics.median(plain) * 1e3
@@ -124,8 +126,9 @@ class RoundBench:
     def _in_blocks(self) -> tuple[list[float], list[RoundTimes]]:
         """The same one after the other, since a round may be launched before the last one's tokens
         are there, and graphs are made anew to be measured. Plain rounds by five."""
-        plain = [self._seconds(5) for _ in range(max(1, self.options.rounds // 5))]
-        recorder = Recorder(EventClock())
+        block = min(5, self.options.rounds)
+        plain = [self._seconds(block) for _ in range(self.options.rounds // block)]
+        recorder = Recorder(EventClock() if self.on_gpu else HostClock())
         with self._watched(recorder):
             for _ in range(WARM_ROUNDS):
                 self._measured(recorder)
@@ -135,7 +138,7 @@ class RoundBench:
 
     @contextmanager
     def _watched(self, recorder: Recorder) -> Iterator[None]:
-        if hasattr(self.engine.scheduler.worker, "rounds"):
+        if self.whole_rounds:
             from sgl_spec.bench.device_stages import watched_device  # needs triton
 
             with watched_device(self.engine, recorder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,18 @@ def test_a_server_of_its_own(tiny_model_dir: Path, tmp_path: Path) -> None:
     assert row["level"]["output_tokens"] == 3 * 8
     mine = [p for p in psutil.process_iter(["cmdline"]) if str(tiny_model_dir) in _words(p)]
     assert not [p for p in mine if "--disable-radix-cache" in _words(p)]
+
+
+def test_a_run_that_is_stopped_takes_its_server_along(tiny_model_dir: Path) -> None:
+    mark = f"--served-model-name=stopped-{os.getpid()}"
+    flags = ["--levels", "1:96", "--launch", "--model-path", str(tiny_model_dir), mark]
+    command = [sys.executable, "-m", "sgl_spec.bench", "serving", *flags]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("Ready after")
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert not [p for p in psutil.process_iter(["cmdline"]) if mark in _words(p)]
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 
 import pytest
 from heads import make_eagle3
 
+from sgl_spec.bench import round as bench_round
 from sgl_spec.bench.__main__ import main
 from sgl_spec.bench.stages import HOST, Recorder, watched
 from sgl_spec.layers.linear import Linear
@@ -134,6 +136,45 @@ def test_the_table(
     assert whole["over_floor"] > 1
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == len(row["rows"]) + 2
+
+
+DEVICE = {"verify", "output layer", "sample and follow", "row state", HOST}
+DRAFTING = {
+    "NGRAM": {"drafting", "tell the drafter"},
+    "EAGLE3": {"draft steps", "tree build", "draft extend"},
+}
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled")
+@pytest.mark.parametrize("kind", DRAFTING)
+def test_the_table_of_rounds_on_the_device(
+    kind: str, tiny_model_dir: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds of the fused kernels, in the interpreter: stages by forward, with their bytes."""
+    monkeypatch.setattr(bench_round, "WARM_ROUNDS", 1)
+    out = tmp_path / "row.json"
+    flags = [str(head) if flag == "HEAD" else flag for flag in FLAGS[kind]]
+    argv = ["round", "--model-path", str(tiny_model_dir), "--rounds", "2"]
+    argv += ["--prompt-tokens", "12", "--attention-backend", "triton", "--json", str(out), *flags]
+    if kind == "EAGLE3":
+        for name, value in (("num-steps", "2"), ("eagle-topk", "2"), ("num-draft-tokens", "4")):
+            argv += [f"--speculative-{name}", value]
+    assert main(argv) == 0
+    row = json.loads(out.read_text())
+    stages = {one["stage"]: one for one in row["rows"]}
+    # Trees of the n-gram drafter may be roots alone: no path to bring to the front.
+    assert stages.keys() - {"round", "compaction"} == DEVICE | DRAFTING[kind]
+    model = LLM(str(tiny_model_dir)).engine.model
+    weights = total_bytes([*model.stack.tensors(), model.norm])
+    kv = stages["verify"]["mb"] * 1e6 - weights
+    assert 12 < kv / model.kv_bytes_per_token < 12 + 20 * 8
+    head_bytes = total_bytes(model.lm_head.tensors())
+    assert stages["output layer"]["mb"] == pytest.approx(head_bytes / 1e6)
+    if kind == "EAGLE3":  # two levels, the second behind a forward
+        assert stages["draft steps"]["calls"] == 1
+        assert stages["tree build"]["calls"] == 2 + 1
+        assert stages["draft steps"]["mb"] > 0 < stages["draft extend"]["mb"]
+    assert row["plain_over_floor"] > 1
 
 
 def test_the_engine_is_left_as_it_was(tiny_model_dir: Path, head: Path) -> None:
