@@ -103,6 +103,9 @@ class LateWorker:
         self._tell(lambda: self._run(launched, table))
         return launched
 
+    def settle(self) -> None:
+        assert self._under_way
+
     def collect(self, launched: Launched) -> StepOutput:
         assert launched is self._under_way.popleft(), "out of order"
         assert self._observing is None, "a round was not observed"

@@ -1,7 +1,9 @@
 """Host time and memory of the n-gram drafter, a round of the server at a time.
 
-A trie is filled with text, then rounds are timed: `propose` (the query) and `observe` (learning and
-insertion), each by itself, while the trie goes on growing. The text follows itself: requests take
+A trie is filled with text, then rounds are timed: `propose` (the query), `observe` (learning) and
+`settle` (insertion), each by itself, while the trie goes on growing. They are called as on a GPU
+server, where `settle` runs behind the target's forward and the other two are waited for; a CPU
+server waits for all three. The text follows itself: requests take
 phrases from a Zipf-weighted book, repeat their own past and now and then say something new, or they
 read documents given by --texts. Times are in milliseconds.
 """
@@ -33,12 +35,13 @@ Ints32 = npt.NDArray[np.int32]
 
 _WIDTH = 16384  # tokens of a request row
 _VOCAB = 49152
+_CALLS = ("propose", "observe", "both", "settle")
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds per round: percentiles of `propose` and `observe`. tokens: gained by a request
-    in a round, on average."""
+    """Milliseconds per round: percentiles of each call, and of `propose` and `observe` together.
+    tokens: gained by a request in a round, on average."""
 
     name: str
     rounds: int
@@ -46,10 +49,13 @@ class Timing:
     tokens: float
     propose: tuple[float, float, float]
     observe: tuple[float, float, float]
+    waited: tuple[float, float, float]
+    settle: tuple[float, float, float]
 
     def cells(self) -> list[object]:
         """The row of the printed table."""
-        return [self.name, self.rounds, self.requests, self.tokens, *self.propose, *self.observe]
+        calls = (self.propose, self.observe, self.waited, self.settle)
+        return [self.name, self.rounds, self.requests, self.tokens, *sum(calls, ())]
 
 
 class Text:
@@ -121,6 +127,7 @@ class Server:
         """Start measuring."""
         self.propose_s: list[float] = []
         self.observe_s: list[float] = []
+        self.settle_s: list[float] = []
         self.emitted = 0
 
     def round(self) -> None:
@@ -132,6 +139,9 @@ class Server:
         begin = time.perf_counter()
         tree = self.drafter.propose(batch)
         self.propose_s.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        self.drafter.settle()
+        self.settle_s.append(time.perf_counter() - begin)
         accepted = self._verify(batch, tree)
         begin = time.perf_counter()
         self.drafter.observe(batch, tree, accepted)
@@ -168,6 +178,8 @@ class Server:
             self.emitted / (self._rows.size * len(self.propose_s)),
             _percentiles(self.propose_s),
             _percentiles(self.observe_s),
+            _percentiles(list(map(sum, zip(self.propose_s, self.observe_s, strict=True)))),
+            _percentiles(self.settle_s),
         )
 
 
@@ -243,7 +255,7 @@ class NgramBench:
         for row in range(max(1, self._options.rounds // 100)):
             server.add_prompt(row % self._options.requests, self._options.prompt)
             begin = rounds
-            while server.drafter.stats()["pending_tokens"]:
+            while server.drafter.stats()["queued_tokens"]:
                 server.round()
                 rounds += 1
             taken.append(rounds - begin)
@@ -252,7 +264,7 @@ class NgramBench:
 
     def _single(self, drafter: NgramDrafter) -> Timing:
         server = self._serve(drafter, 1)
-        while drafter.stats()["pending_tokens"]:
+        while drafter.stats()["queued_tokens"]:
             server.round()
         return self._measure(server, "one request", self._options.rounds)
 
@@ -311,7 +323,7 @@ def main(argv: Sequence[str]) -> None:
     bench = NgramBench(options)
     rows = bench.run()
     header = ["round (ms)", "rounds", "requests", "tokens"]
-    header += [f"{call} {p}" for call in ("propose", "observe") for p in ("p50", "p90", "p99")]
+    header += [f"{call} {p}" for call in _CALLS for p in ("p50", "p90", "p99")]
     print(table(header, [row.cells() for row in rows]))
     facts = bench.facts
     print(

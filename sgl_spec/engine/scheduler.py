@@ -179,6 +179,7 @@ class Scheduler:
             assert req.in_flight <= isinstance(plan.batch, DecodeBatch), "known to one batch"
             req.in_flight += 1
         launched = self.worker.launch(plan.batch)
+        self.worker.settle()
         self._flights.append(Flight(plan, launched, self._runs_ahead(plan)))
         self._last_was_prefill = isinstance(plan.batch, PrefillBatch)
         if self._last_was_prefill:

@@ -37,7 +37,7 @@ from sgl_spec.engine.req import Req
 from sgl_spec.layers.context import ForwardBatch, KVCache
 from sgl_spec.layers.transfer import on_device, wait_for
 from sgl_spec.request import Logprobs, SamplingParams
-from sgl_spec.speculative.base import DraftBatch, Drafter
+from sgl_spec.speculative.base import DraftBatch, Drafter, settle
 from sgl_spec.speculative.grammar import Constraint, mask_tree, token_masks
 from sgl_spec.speculative.penalties import TokenCounts
 from sgl_spec.speculative.propose import require_sampled
@@ -77,7 +77,12 @@ class Worker:
     of one slot only); it leaves a request's slots out of order. costs: measured forward times; None
     verifies whatever is drafted. rule: how drafts are accepted; topology: the shape that sampled
     trees must have, where the rule asks for them.
+
+    defers: whether launched batches run while the host goes on, so that a drafter's other work is
+    better done after the next launch.
     """
+
+    defers = False
 
     def __init__(
         self,
@@ -145,6 +150,7 @@ class Worker:
         self.drafter.begin(row, self.tokens[row, :length], req.drafted)
         req.drafted = length
         self._drafting.add(row)
+        self._settle_now()
 
     def shareable(self, req: Req) -> int:
         """Leading tokens of a request whose KV, the target's and the drafter's, is there."""
@@ -195,6 +201,16 @@ class Worker:
             kept = replace(done.accepted, counts=counts)
             self.follower.verified(done.draft, kept, done.offsets, done.features)
             self.drafter.observe(done.draft, done.tree, kept)
+            self._settle_now()
+
+    def settle(self) -> None:
+        """A batch was launched: what the drafter has put off may be done behind it."""
+        settle(self.drafter)
+
+    def _settle_now(self) -> None:
+        """Where batches are computed when they are launched nothing is gained by waiting."""
+        if not self.defers:
+            self.settle()
 
     def _prefill(self, batch: PrefillBatch) -> StepOutput:
         forward = prefill_forward(batch, self.tokens, self.table)

@@ -100,6 +100,16 @@ class Drafter(Protocol):
         """Figures for /server_info and /metrics."""
 
 
+class DefersWork(Protocol):
+    """A drafter with this method as well leaves the work to it that its next proposal can do
+    without. It is called once after `begin` or `observe`: at once where nothing is gained by
+    waiting, or when the next forward is under way, behind which its time is hidden; then one
+    `propose` comes before it. A drafter must not rely on the call."""
+
+    def settle(self) -> None:
+        """Do what `begin` and `observe` have put off."""
+
+
 class KVDrafter(Drafter, Protocol):
     """A drafter with a KV cache of its own, in the target's slots, that follows the target's.
 
@@ -216,6 +226,13 @@ def require_protocol(name: str, drafter: object) -> None:
 def registered_drafters() -> list[str]:
     """Names that `build_drafter` knows, sorted."""
     return sorted(_REGISTRY)
+
+
+def settle(drafter: Drafter | None) -> None:
+    """Let a drafter do what it has put off, if it is one that does that (`DefersWork`)."""
+    do: Callable[[], None] | None = getattr(drafter, "settle", None)
+    if do is not None:
+        do()
 
 
 def can_sample(drafter: Drafter) -> bool:

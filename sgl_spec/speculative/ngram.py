@@ -19,6 +19,7 @@ import torch
 
 from sgl_spec.errors import ConfigError
 from sgl_spec.speculative.base import DraftBatch, Drafter, DrafterContext, register_drafter
+from sgl_spec.speculative.ngram_candidates import Draft
 from sgl_spec.speculative.ngram_memo import ProposalMemo
 from sgl_spec.speculative.ngram_queue import InsertQueue, Job, join
 from sgl_spec.speculative.ngram_scores import AcceptanceModel
@@ -85,6 +86,16 @@ class _Totals:
     probes: int = 0
 
 
+@dataclass(slots=True)
+class _PutOff:
+    """What `settle` has to do. outcome: what became of the drafts of some rows. draft: the rows'
+    next drafts, which take their place. gained: rows whose new tokens are to be inserted."""
+
+    outcome: tuple[Ints, TokenTree, AcceptResult] | None = None
+    draft: tuple[Ints, Draft] | None = None
+    gained: Ints | None = None
+
+
 class NgramDrafter:
     """The drafter; see the module. All state per request sits in arrays by row."""
 
@@ -118,39 +129,46 @@ class NgramDrafter:
         self._rest = 0  # rounds to go without a proposal
         self._owed = np.zeros(num_rows, np.int64)  # length of a text whose end is not yet given
         self._texts: Ints32 | None = None  # where the owed texts stand
+        self._put_off = _PutOff()
+        self._fresh_prompt = False  # one was queued while nothing else was
         self._totals = _Totals()
 
     # ---- the protocol
 
     def begin(self, row: int, tokens: Ints32, known: int) -> None:
-        """See `Drafter`. Queues the tokens from `known` on; a first slice goes in at once, so that
+        """See `Drafter`. Queues the tokens from `known` on; `settle` inserts a first slice, so that
         a short prompt can be copied from the first round on."""
         self._forget(row)
         self._in_vain = self._rest = 0
         self._given[row] = len(tokens)
         if known < len(tokens):
-            idle = not self._queue.pending
+            self._fresh_prompt |= not self._queue.pending
             self._queue.add(row, tokens, known, 0)
-            if idle:
-                self._insert_slices(self._queue.slices(ROUND_TOKENS), None)
 
     def propose(self, batch: DraftBatch) -> TokenTree:
         """See `Drafter`."""
         if self._rest:
             return root_only(torch.from_numpy(batch.roots()))
         rows = batch.rows
-        windows, known = self._windows(batch, rows, batch.lengths - 1, -1)
-        in_log = ~self._queue.queued[rows] & (self._given[rows] == batch.lengths)
+        windows, known = self._windows(batch.tokens, rows, batch.lengths - 1, -1)
+        given = self._given[rows]
+        unlogged = batch.lengths - given
+        in_log = ~self._queue.queued[rows] & (given > 0)
+        begun = in_log & (unlogged >= 0)
+        in_log &= unlogged == 0
         texts = Texts(
             rows=rows,
             windows=windows,
             known=known,
-            tails=np.where(in_log, self._tails[rows], -1),
+            tails=np.where(begun, self._tails[rows], -1),
+            tokens=batch.tokens,
+            lengths=batch.lengths,
+            logged=given,
             max_nodes=batch.max_nodes,
             probes=self._due_probes(batch),
         )
         draft = self._builder.build(texts)
-        self._memo.keep(rows, draft)
+        self._put_off.draft = rows, draft
         self._suffixes[rows] = draft.suffixes
         self._suffixes_at[rows[in_log]] = self.trie.log.clock
         self._note_probes(rows[texts.probes & (draft.num_nodes > 1)])
@@ -164,15 +182,30 @@ class NgramDrafter:
         )
 
     def observe(self, batch: DraftBatch, tree: TokenTree, accepted: AcceptResult) -> None:
-        """See `Drafter`. Learns from the verified nodes and inserts the new tokens."""
+        """See `Drafter`. `settle` learns from the verified nodes and inserts the new tokens."""
+        self.settle()
         if tree.width > 1:
-            self._learn(batch.rows, tree, accepted)
+            self._put_off.outcome = batch.rows, tree, accepted
         self._plan_rest(tree.width > 1)
         ends = batch.lengths + accepted.counts.numpy(force=True)
         self._owed[batch.rows], self._texts = ends, batch.tokens
         if self._queue.pending or not self._rest:
-            self._insert(batch, ends)
+            self._put_off.gained = batch.rows
         self._round += 1
+
+    def settle(self) -> None:
+        """See `DefersWork`. Most of the drafter's time: proposals may be a round behind with what
+        was accepted and with what stands in the trie."""
+        todo, self._put_off = self._put_off, _PutOff()
+        fresh, self._fresh_prompt = self._fresh_prompt, False
+        if todo.outcome is not None:
+            self._learn(*todo.outcome)
+        if todo.draft is not None:
+            self._memo.keep(*todo.draft)
+        if todo.gained is not None and self._texts is not None:
+            self._insert(todo.gained, self._texts)
+        elif fresh:
+            self._insert_slices(self._queue.slices(ROUND_TOKENS), None)
 
     def finish(self, row: int) -> None:
         """See `Drafter`. What is queued or owed of the row's text is still inserted."""
@@ -188,16 +221,19 @@ class NgramDrafter:
             self._forget(row)
         self._queue.clear()
         self._in_vain = self._rest = 0
-        self._texts = None
+        self._texts, self._put_off = None, _PutOff()
+        self._fresh_prompt = False
         self._totals = _Totals()
 
     def stats(self) -> dict[str, float]:
-        """Trie size and memory, queue, and what became of the drafts since the last flush."""
+        """Trie size and memory; tokens in the queue, and all that wait to be inserted; what became
+        of the drafts since the last flush."""
         totals = self._totals
         return {
             "trie_nodes": self.trie.num_nodes,
             "trie_bytes": self.trie.num_bytes,
             "trie_evicted": self.trie.nodes.evicted,
+            "queued_tokens": self._queue.pending,
             "pending_tokens": self._queue.pending + self._num_owed(),
             "dropped_tokens": self._queue.dropped,
             "match_rate": totals.matched / max(1, totals.proposed),
@@ -233,14 +269,14 @@ class NgramDrafter:
         self._gap[row] = _PROBE_GAP
 
     def _windows(
-        self, batch: DraftBatch, rows: Ints, ends: Ints, shorter: int = 0
+        self, texts: Ints32, rows: Ints, ends: Ints, shorter: int = 0
     ) -> tuple[Ints32, Ints]:
         """[m, depth + shorter] tokens that end at column `ends` of `rows`, newest first, and how
         many of them exist."""
         depth = self.options.max_trie_depth + shorter
         columns = np.maximum(ends[:, None] - np.arange(depth), 0)
-        at = columns + (rows * batch.tokens.shape[1])[:, None]
-        return batch.tokens.reshape(-1).take(at), np.minimum(ends + 1, depth)
+        at = columns + (rows * texts.shape[1])[:, None]
+        return texts.reshape(-1).take(at), np.minimum(ends + 1, depth)
 
     # ---- probes
 
@@ -275,19 +311,19 @@ class NgramDrafter:
 
     # ---- insertion
 
-    def _insert(self, batch: DraftBatch, ends: Ints) -> None:
-        """Insert what texts gained up to length `ends`, and a slice of the queue. A text of which
-        a part is queued waits for that."""
-        rows = batch.rows
+    def _insert(self, rows: Ints, texts: Ints32) -> None:
+        """Insert what is owed of texts, and a slice of the queue. A text of which a part is queued
+        waits for that."""
+        ends = self._owed[rows]
         gained = np.maximum(ends - self._given[rows], 0)
         for row in rows[(gained > MAX_GAIN) & ~self._queue.queued[rows]].tolist():
-            self._queue_rest(row, batch.tokens[row, : self._owed[row]])
+            self._queue_rest(row, texts[row, : self._owed[row]])
         live = np.flatnonzero(~self._queue.queued[rows] & (gained > 0))
         rows, gained = rows.take(live), gained.take(live)
         starts = np.cumsum(gained) - gained
         row = np.repeat(rows, gained)
         at = np.arange(row.size) + np.repeat(self._given.take(rows) - starts, gained)
-        windows, known = self._windows(batch, row, at)
+        windows, known = self._windows(texts, row, at)
         slices = self._queue.slices(max(MIN_SLICE, ROUND_TOKENS - row.size))
         before = self._suffixes.take(rows, axis=0)
         before[self._suffixes_at.take(rows) != self.trie.log.clock] = -1

@@ -36,14 +36,18 @@ class Texts:
     """What the trees of B requests continue.
 
     rows: [B] request rows. windows: [B, depth - 1] last tokens of each text, newest first. known:
-    [B] how many of them exist. tails: [B] log position of the text's last token, -1 if it is not in
-    the log.
-    max_nodes: [B] most nodes of the tree. probes: [B] whether the main chain's scores are raised.
+    [B] how many of them exist. tokens: [num_rows, width] all texts. lengths: [B] of the texts.
+    logged: [B] leading tokens that are in the log. tails: [B] log position of the last of these, -1
+    if it is not known. max_nodes: [B] most nodes of the tree. probes: [B] whether the main chain's
+    scores are raised.
     """
 
     rows: Ints
     windows: Ints32
     known: Ints
+    tokens: Ints32
+    lengths: Ints
+    logged: Ints
     tails: Ints
     max_nodes: Ints
     probes: Bools
@@ -184,7 +188,7 @@ class TreeBuilder:
         tokens[at, 0], where[:, 0] = firsts.token.take(lead), start
         tokens[:, 1:], where[:, 1:] = self._trie.log.follow(start, steps - 1)
         lengths = (where > 0).sum(axis=1)
-        _repeat_own_end(tokens, where, lengths, np.repeat(texts.tails, ways))
+        _repeat_own_end(tokens, where, lengths, texts, ways)
         anchor = np.zeros((batch, ways), np.int64)
         anchor.reshape(-1)[at] = firsts.anchor.take(lead)
         chains = _Chains(
@@ -306,16 +310,22 @@ def _chronological(windows: Ints32, tokens: Ints) -> Ints:
     return np.concatenate([windows[:, ::-1], tokens], axis=1)
 
 
-def _repeat_own_end(tokens: Ints, where: Ints, lengths: Ints, tails: Ints) -> None:
-    """A chain that runs into the end of its own text goes on with its own beginning, in place.
+def _repeat_own_end(tokens: Ints, where: Ints, lengths: Ints, texts: Texts, ways: int) -> None:
+    """A chain that runs into the end of its own text goes on with what is not in the log yet, then
+    with its own beginning, in place.
 
-    where: [m, steps] log positions of the chain's tokens. tails: [m] of the text's last token.
+    where: [m, steps] log positions of the chain's tokens, `ways` chains a text.
     """
-    at_end = (where == tails[:, None]) & (where > 0)
+    at_end = (where == np.repeat(texts.tails, ways)[:, None]) & (where > 0)
     loops = np.flatnonzero(at_end.any(axis=1))
     if not loops.size:
         return
-    steps = tokens.shape[1]
-    period = np.argmax(at_end[loops], axis=1)[:, None] + 1
-    tokens[loops] = pick(tokens[loops], np.arange(steps) % period)
+    steps, text = tokens.shape[1], loops // ways
+    seen = np.argmax(at_end[loops], axis=1)[:, None] + 1  # chain tokens up to the log's end
+    logged = texts.logged.take(text)[:, None]
+    place = np.arange(steps) % (seen + texts.lengths.take(text)[:, None] - logged)
+    again = pick(tokens[loops], place)
+    at = logged + np.maximum(place - seen, 0)
+    later = texts.tokens[texts.rows.take(text)[:, None], np.minimum(at, texts.tokens.shape[1] - 1)]
+    tokens[loops] = np.where(place < seen, again, later)
     lengths[loops] = steps

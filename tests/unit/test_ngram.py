@@ -33,10 +33,19 @@ def make(**options: object) -> NgramDrafter:
 
 
 class Server:
-    """Rows that each follow a given text; every tree is checked before it is followed."""
+    """Rows that each follow a given text; every tree is checked before it is followed. late: what
+    the drafter puts off is done behind the next proposal."""
 
-    def __init__(self, drafter: NgramDrafter, width: int = 600, prune: Prune | None = None) -> None:
+    def __init__(
+        self,
+        drafter: NgramDrafter,
+        width: int = 600,
+        prune: Prune | None = None,
+        *,
+        late: bool = False,
+    ) -> None:
         self.drafter = drafter
+        self.late = late
         self.tokens = np.zeros((ROWS, width), np.int32)
         self.lengths = np.zeros(ROWS, np.int64)
         self.max_nodes = np.full(ROWS, drafter.options.num_draft_tokens)
@@ -50,6 +59,8 @@ class Server:
         self.tokens[row, :length] = text[:length]
         self.lengths[row] = length
         self.drafter.begin(row, self.tokens[row, :length], known)
+        if not self.late:
+            self.drafter.settle()
 
     def stop(self, row: int) -> None:
         del self.texts[row]
@@ -72,10 +83,14 @@ class Server:
     def round(self) -> int:
         """Propose, prune, follow, observe. Returns the tokens emitted."""
         tree, batch = self.propose(), self.batch()
+        if self.late:
+            self.drafter.settle()
         if self._prune is not None:
             tree = self._prune(tree)
         accepted = self.follow(tree, batch)
         self.drafter.observe(batch, tree, accepted)
+        if not self.late:
+            self.drafter.settle()
         counts = accepted.counts.numpy()
         self.lengths[batch.rows] += counts
         return int(counts.sum())
@@ -104,8 +119,10 @@ class Server:
         return AcceptResult(tokens, path, counts)
 
     def settle(self) -> None:
-        """Rounds until nothing waits to be inserted."""
-        while self.drafter.stats()["pending_tokens"]:
+        """Rounds until nothing waits to be inserted, but for what the last ones gave if that is
+        late."""
+        waits = "queued_tokens" if self.late else "pending_tokens"
+        while self.drafter.stats()[waits]:
             self.round()
 
 
@@ -170,6 +187,56 @@ def test_a_loop_is_drafted_past_its_own_end() -> None:
     server.round()
     done = int(server.lengths[0])
     assert chain(server.propose()) == text[done : done + 15]
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 5, 8, 13, 21])
+@pytest.mark.parametrize("kept", [2, 4, 9])
+def test_a_loop_is_drafted_past_what_is_not_inserted_yet(period: int, kept: int) -> None:
+    """The end of the text comes from the text, where its n-grams come a round late."""
+
+    def prune(tree: TokenTree) -> TokenTree:
+        return keep_nodes(tree, tree.depths() < kept)
+
+    server = Server(make(num_draft_tokens=16), prune=prune, late=True)
+    text = distinct(period) * (600 // period)
+    server.start(0, text, 60)
+    while server.round() < kept:
+        assert server.lengths[0] < 80
+    for _ in range(3):
+        assert server.round() == kept
+        done = int(server.lengths[0])
+        assert chain(server.propose()) == text[done : done + 15]
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 5])
+def test_what_is_late_goes_in_once(rounds: int) -> None:
+    """Also where the row was given to another request before it went in."""
+    server = Server(make(capacity=100_000), late=True)
+    texts = [distinct(300, 1), distinct(300, 2)]
+    server.start(0, texts[0], 20)
+    for _ in range(rounds):
+        server.round()
+    first = int(server.lengths[0])
+    server.stop(0)
+    server.start(0, texts[1], 10)
+    server.settle()
+    late = int(server.drafter.stats()["pending_tokens"])
+    assert late <= 1 + ngram.MAX_REST
+    ends = [*range(first), *range(int(server.lengths[0]) - late)]
+    assert counted(server.drafter) == sum(min(8, end + 1) for end in ends)
+
+
+def test_a_drafter_that_is_never_told_to_settle_inserts_a_round_late() -> None:
+    drafter = make(capacity=100_000)
+    tokens = np.array([distinct(300)], np.int32)
+    drafter.begin(0, tokens[0, :20], 0)
+    one = torch.ones(1, 1, dtype=torch.int64)
+    for length in range(20, 24):
+        batch = DraftBatch(np.array([0]), np.array([length]), np.array([12]), tokens)
+        drafter.observe(batch, drafter.propose(batch), AcceptResult(one, one - 1, one[0]))
+    late = int(drafter.stats()["pending_tokens"])
+    assert late <= 1 + ngram.MAX_REST
+    assert counted(drafter) == sum(min(8, end + 1) for end in range(24 - late))
 
 
 def test_a_chain_goes_on_from_an_older_stream_where_the_newest_ends() -> None:
@@ -370,6 +437,7 @@ def test_a_long_prompt_goes_in_by_slices() -> None:
     drafter = NgramDrafter(2, NgramOptions(capacity=200_000), seed=1)
     tokens = np.random.default_rng(0).integers(0, 2**31 - 1, (2, 5000)).astype(np.int32)
     drafter.begin(0, tokens[0, :4000], 0)
+    drafter.settle()
     pending = [drafter.stats()["pending_tokens"]]
     lengths = np.array([4000])
     while pending[-1]:
@@ -378,6 +446,7 @@ def test_a_long_prompt_goes_in_by_slices() -> None:
         one = torch.ones(1, 1, dtype=torch.int64)
         accepted = AcceptResult(one, torch.zeros_like(one), torch.ones(1, dtype=torch.int64))
         drafter.observe(batch, tree, accepted)
+        drafter.settle()
         lengths = lengths + 1
         pending.append(drafter.stats()["pending_tokens"])
     assert pending[0] == 4000 - ngram.ROUND_TOKENS
