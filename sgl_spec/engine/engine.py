@@ -183,7 +183,7 @@ class Engine:
     @property
     def _mirrors(self) -> bool:
         """Whether the slot table has a copy on the device."""
-        return self.device.type == "cuda" or self.model.kernels == "triton"
+        return self.device.type != "cpu" or self.model.kernels == "triton"
 
     def _pool_slots(self, width: int) -> int:
         """Slots of the KV pools. width: most slots of a request."""
