@@ -256,6 +256,7 @@ class Engine:
             round_slots=args.round_slots,
             schedule_policy=args.schedule_policy,
             stream_interval=args.stream_interval,
+            overlap=not args.disable_overlap_schedule,
             check_every_step=check_every_step,
         )
 

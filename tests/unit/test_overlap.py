@@ -15,7 +15,9 @@ from rig import NODES, Rig
 
 from sgl_spec.engine.compiling import Compiling
 from sgl_spec.engine.grammar_jobs import GrammarJobs
+from sgl_spec.engine.worker import Worker
 from sgl_spec.request import LogprobParams, SamplingParams
+from sgl_spec.speculative.ngram import NgramDrafter, NgramOptions
 
 
 @pytest.fixture
@@ -271,3 +273,23 @@ def test_a_soak_of_everything_gives_every_slot_back(page: int, drafter: str, cou
         expect = rig.model.reference(prompt, SamplingParams(**params))  # type: ignore[arg-type]
         got = rig.outputs.get(rid, [])
         assert got == (expect[: len(got)] if end.finish.kind == "abort" else expect)
+
+
+@pytest.mark.parametrize("defers", [False, True])
+def test_a_drafter_may_learn_behind_the_next_round(defers: bool) -> None:
+    """The text does not depend on it, and hardly anything is lost of what is accepted."""
+    rig = Rig(drafter="random", rows=4)
+    drafter = NgramDrafter(4, NgramOptions(num_draft_tokens=NODES, capacity=50_000), seed=1)
+    worker = rig.worker
+    assert isinstance(worker, Worker)
+    worker.drafter, worker.defers, rig.drafter = drafter, defers, None
+    for wave in range(4):
+        for i in range(8):
+            rig.submit(f"{wave} {i}", [1 + i, 2, 3], max_new_tokens=40, ignore_eos=True)
+        while rig.scheduler.has_work:
+            rig.step()
+        for i in range(8):
+            params = SamplingParams(seed=1, temperature=0, max_new_tokens=40, ignore_eos=True)
+            assert rig.outputs[f"{wave} {i}"] == rig.model.reference([1 + i, 2, 3], params)
+    rig.drained()
+    assert rig.counters.accepted > 500
