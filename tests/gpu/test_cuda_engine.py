@@ -110,7 +110,7 @@ def test_many_requests_come_and_go_in_half_precision(models: Models, server: str
     )  # fmt: skip
     rng = random.Random(7)
     stem = [rng.randrange(3, 512) for _ in range(40)]
-    texts = [stem[: rng.randrange(2, 40)] + [i % 500 + 3] for i in range(80)]
+    texts = [[*stem[: rng.randrange(2, 40)], i % 500 + 3] for i in range(80)]
     params = [
         {"seed": i, "temperature": float(i % 2), "max_new_tokens": 10 + i % 90, "ignore_eos": True}
         for i in range(80)
@@ -144,12 +144,6 @@ def test_a_share_that_cannot_work_says_which_would(models: Models) -> None:
     least = caught.value.message.split("--mem-fraction-static ")[1].split(" ")[0]
     llm = make_engine(models, "none", mem_fraction_static=float(least), **flags)
     assert llm.engine.num_slots > 0
-    taken = torch.empty(torch.cuda.mem_get_info()[0] // 2, dtype=torch.uint8, device="cuda")
-    with pytest.raises(ConfigError, match="at most 0") as caught:
-        make_engine(models, "none", mem_fraction_static=0.95, **flags)
-    most = caught.value.message.split("at most ")[1].split(" ")[0]
-    assert make_engine(models, "none", mem_fraction_static=float(most), **flags).engine.num_slots
-    del taken
 
 
 def test_the_engine_says_where_it_runs(models: Models) -> None:
