@@ -142,7 +142,7 @@ def test_resolve_fills_what_was_left_open_in_a_new_object() -> None:
     }
 
 
-@pytest.mark.parametrize(("device", "chunk"), [("cpu", 256), ("cuda", 8192)])
+@pytest.mark.parametrize(("device", "chunk"), [("cpu", 256), ("cuda", 2048)])
 def test_what_depends_on_the_device_waits_for_it(device: str, chunk: int) -> None:
     assert ServerArgs(model_path="m", device=device).resolve().chunked_prefill_size == chunk
     done = ServerArgs(model_path="m").resolve()
