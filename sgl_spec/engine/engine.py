@@ -147,7 +147,6 @@ class Engine:
             table,
             rounds=Rounds(sizes, captures=bool(sizes)),
             most_nodes=args.tree_nodes,
-            overlap=not args.disable_overlap_schedule,
             weighs=self._weighs,
             **options,
         )
