@@ -143,7 +143,8 @@ def _token_cuts(
             bad = tl.where(enough, middle, bad)
             good = tl.where(enough, good, middle)
         floor = key_value(bad << 32)
-    if min_p > 0:
+    # Where top_p shares out what top_k leaves, the head holds all of that.
+    if (min_p > 0) & ((counted == 0) | (top_p >= 1)):
         floor = tl.maximum(floor, top + t * tl.log(min_p * 0.5))
     guessed = (top_p < 1) & (counted == 0)
     if guessed:

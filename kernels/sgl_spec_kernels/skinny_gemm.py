@@ -36,7 +36,20 @@ class GemmShape:
     ahead: int = 8
 
 
-TUNED: dict[tuple[int, int], tuple[tuple[int, GemmShape | None], ...]] = {}
+TUNED: dict[tuple[int, int], tuple[tuple[int, GemmShape | None], ...]] = {
+    (4096, 4096): ((32, GemmShape(64, 128, 2, stages=6, ahead=4)),),
+    (6144, 4096): ((16, GemmShape(64, 128, 4, stages=3, ahead=4)),),
+    (4096, 14336): ((64, GemmShape(64, 128, 2, stages=6)),),
+    (4096, 12288): ((64, GemmShape(64, 128, 2, stages=6)),),
+    (32000, 4096): (
+        (32, GemmShape(64, 128, 1, stages=4, ahead=0)),
+        (64, GemmShape(128, 128, 1, stages=4, ahead=4)),
+    ),
+    (49152, 4096): (
+        (32, GemmShape(64, 128, 1, stages=3, ahead=0)),
+        (64, GemmShape(128, 128, 1, stages=4, ahead=0)),
+    ),
+}
 """By (N, K): (most rows, shape) in rising order, None where torch's own product is faster. Measured
 on an H200 with 2-byte weights; nothing is claimed of other sizes."""
 

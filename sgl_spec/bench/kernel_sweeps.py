@@ -6,6 +6,7 @@ against torch at every row count, and only what is faster goes into `skinny_gemm
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
-from sgl_spec.bench.kernel_cases import LINEARS, Call, attention, chunk, layer, rand
+from sgl_spec.bench.kernel_cases import LINEARS, TREES, Call, Case, attention, chunk, layer, rand
 from sgl_spec.bench.report import say
 from sgl_spec_kernels import chain, tree_attn
 from sgl_spec_kernels.skinny_gemm import GemmShape, gemm_work, skinny_gemm
@@ -77,40 +79,43 @@ def _sweep_cuts(
     return {shape: timed([call(w, shape) for w in weights]) for shape in candidates}
 
 
+_TILES = [
+    *product((32, 64), (4,), (3, 4, 5)),
+    *product((128,), (4, 8), (2, 3)),
+    *product((64,), (8,), (3, 4)),
+    (64, 4, 2),
+]
+
+
 def sweep_attention(timed: Timer) -> list[dict[str, Any]]:
     """Times under other constants of `tree_attn`."""
-    trees = ((1, 1, 600), (1, 8, 600), (8, 8, 600), (48, 8, 600), (1, 8, 16000))
-    found = _constants(
-        timed,
-        [attention(*shape) for shape in trees],
-        {
-            "BLOCK_N": (32, 64, 128),
-            "MIN_SPLIT": (64, 128, 256),
-            "_PROGRAMS": (132, 264, 528, 1056),
-        },
-    )
-    chunks = [chunk(tokens) for tokens in (512, 2048)]
-    return found + _constants(timed, chunks, {"BLOCK_N": (64, 128), "_CHUNK_ROWS": (64, 128)})
-
-
-def _constants(
-    timed: Timer, cases: list[Any], choices: dict[str, tuple[int, ...]]
-) -> list[dict[str, Any]]:
-    before = {name: getattr(tree_attn, name) for name in choices}
     found: list[dict[str, Any]] = []
-    for values in product(*choices.values()):
-        chosen = dict(zip(choices, values, strict=True))
-        for name, value in chosen.items():
-            setattr(tree_attn, name, value)
-        for case in cases:
-            took = timed([case.prepare() for _ in range(8)])
-            found.append({"kernel": case.name, "us": took} | chosen)
-    for name, value in before.items():
-        setattr(tree_attn, name, value)
-    for case in cases:
-        rows = [row for row in found if row["kernel"] == case.name]
+    cases = {shape: attention(*shape) for shape in TREES}
+    before = dict(tree_attn.TILES), tree_attn.MIN_SPLIT, tree_attn._PROGRAMS
+    for tile, min_split, programs in product(_TILES, (64, 128), (264, 528)):
+        tree_attn.TILES |= {"split": tile, "whole": tile}
+        tree_attn.MIN_SPLIT, tree_attn._PROGRAMS = min_split, programs
+        constants = {"tile": tile, "min_split": min_split, "programs": programs}
+        for case in cases.values():
+            found.append({"kernel": case.name, "us": _timed(timed, case, 8)} | constants)
+    for tokens, tile in product((512, 2048, 8192), _TILES):
+        tree_attn.TILES["chunk"] = tile
+        case = chunk(tokens)
+        found.append({"kernel": case.name, "us": _timed(timed, case, 2), "tile": tile})
+    tree_attn.TILES.update(before[0])
+    tree_attn.MIN_SPLIT, tree_attn._PROGRAMS = before[1:]
+    for name in dict.fromkeys(row["kernel"] for row in found):
+        rows = [row for row in found if row["kernel"] == name]
         say(str(sorted(rows, key=lambda row: float(row["us"]))[:3]))
     return found
+
+
+def _timed(timed: Timer, case: Case, sets: int) -> float:
+    """Infinite where a tile does not fit into shared memory."""
+    try:
+        return timed([case.prepare() for _ in range(sets)])
+    except OutOfResources:
+        return math.inf
 
 
 def sweep_chaining(timed: Timer) -> list[dict[str, Any]]:

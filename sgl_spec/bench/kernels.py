@@ -22,6 +22,8 @@ from sgl_spec.bench.kernel_sweeps import sweep_attention, sweep_chaining, sweep_
 from sgl_spec.bench.report import provenance, say, table, write_row
 from sgl_spec.bench.tree_cases import tree_cases
 from sgl_spec.errors import ConfigError
+from sgl_spec_kernels import tree_attn
+from sgl_spec_kernels.skinny_gemm import TUNED
 
 _COLD_BYTES = 1 << 28  # what the sets of inputs hold together: several times the L2 cache
 _MOST_SETS = 48
@@ -112,6 +114,10 @@ def main(argv: Sequence[str]) -> None:
         "bench": "kernels",
         "conditions": provenance(["python", "-m", "sgl_spec.bench", "kernels", *argv], seed=0),
         "bandwidth": bandwidth,
+        "constants": {
+            "attention": [tree_attn.TILES, tree_attn.MIN_SPLIT, tree_attn._PROGRAMS],
+            "products": {str(size): repr(shapes) for size, shapes in TUNED.items()},
+        },
         "rows": rows,
     }
     if options.sweep:

@@ -109,8 +109,8 @@ def compaction(batch: int) -> Case:
     def prepare() -> Call:
         rows = _numbers(batch)
         table = torch.randint(4096, (batch, 64), dtype=torch.int32, device=shapes.DEVICE)
-        path, counts = _paths(batch)
-        return lambda: compact.rename_slots(table, rows, rows * 0, path, counts, 8)
+        (path, counts), zero = _paths(batch), rows * 0
+        return lambda: compact.rename_slots(table, rows, zero, path, counts, 8)
 
     return Case(f"rename slots x {batch}", batch * (8 * 8 + 64 + 24), prepare)
 

@@ -46,7 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("gpu") is None:  # the interpreter is slow
-        monkeypatch.setattr(tree_attn, "BLOCK_N", 16)
+        monkeypatch.setattr(tree_attn, "_tile", lambda *_: (16, 4, 2))
         monkeypatch.setattr(tree_attn, "MIN_SPLIT", 16)
         monkeypatch.setattr(tree_attn, "_PROGRAMS", 8)
 

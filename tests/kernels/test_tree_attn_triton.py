@@ -120,7 +120,7 @@ def run(case: Case, dtype: torch.dtype, device: str, seed: int) -> tuple[Tensor,
 @INTERPRETED
 @pytest.mark.parametrize("name", SMALL)
 def test_equals_its_twin(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_attn, "BLOCK_N", 16)
+    monkeypatch.setattr(tree_attn, "_tile", lambda *_: (16, 4, 2))
     monkeypatch.setattr(tree_attn, "MIN_SPLIT", 32)
     monkeypatch.setattr(tree_attn, "_MOST_ROWS", 16)
     case = SMALL[name]
