@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Collect results where they are asked for."""
     path = config.getoption("--results")
-    if path is not None:
+    if path is not None and not hasattr(config, "workerinput"):  # xdist's workers tell their parent
         config.pluginmanager.register(Results(path))
 
 
