@@ -121,12 +121,29 @@ class Req:
         Text, ids, usage and KV are all cut at the token that ends the request, wherever it lies in
         an accepted block.
         """
+        if self.stops is None and self.constraint is None:
+            return self._append_plain(tokens)
         for taken, token in enumerate(tokens, 1):
             self.ids.append(token)
             self.finish = self._end_at(token)
             if self.finish is not None:
                 return taken
         return len(tokens)
+
+    def _append_plain(self, tokens: Sequence[int]) -> int:
+        """The same where only token ids and the length can end a request: every round of every
+        request comes through here."""
+        end, first_end = max(1, self.remaining), self.sampling.min_new_tokens - self.output_len
+        for taken, token in enumerate(tokens[:end], 1):
+            if token in self.stop_ids and taken >= first_end:
+                self.finish = FinishReason(kind="stop", matched=token)
+                break
+        else:
+            taken = min(len(tokens), end)
+            if taken == end:
+                self.finish = FinishReason(kind="length")
+        self.ids += tokens[:taken]
+        return taken
 
     def _end_at(self, token: int) -> FinishReason | None:
         text = self.stops.push(token) if self.stops is not None else None

@@ -272,8 +272,7 @@ class Scheduler:
         reqs = [r for r in decoding if r.phase is Phase.DECODE]
         if not reqs:
             return None
-        for req in reqs:
-            self.slots.grow(req, req.held.committed_len + self._reserve)
+        self.slots.grow_all(reqs, [self._shortfall(req) for req in reqs])
         return decode_plan(reqs, self.limits.draft_tokens)
 
     def _make_room(self, decoding: list[Req]) -> bool:
@@ -285,7 +284,7 @@ class Scheduler:
         )
         victims = [self.running[i] for i in order]
         staying = set(decoding)
-        while not self.slots.make_room(self._round_shortfall(staying)):
+        while not self.slots.make_room(sum(map(self._shortfall, staying))):
             if self._flights:
                 return False
             assert len(victims) > 1, "a request that passed submit fits the pool alone"
@@ -294,8 +293,9 @@ class Scheduler:
             self._retract(victim)
         return True
 
-    def _round_shortfall(self, staying: set[Req]) -> int:
-        return sum(self.slots.shortfall(r, r.held.committed_len + self._reserve) for r in staying)
+    def _shortfall(self, req: Req) -> int:
+        """Slots that a request lacks for its next round."""
+        return self.slots.shortfall(req, req.held.committed_len + self._reserve)
 
     def _retract(self, req: Req) -> None:
         """Free a request's slots and put it at the head of the queue; it resumes with the same

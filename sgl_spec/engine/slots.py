@@ -10,7 +10,7 @@ before the first token in which they differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -114,12 +114,22 @@ class SlotManager:
 
     def grow(self, req: Req, tokens: int) -> None:
         """Extend a request's slots to `tokens` positions, in whole pages. Never shrinks."""
-        held, missing = req.held, self.shortfall(req, tokens)
-        if missing:
-            roomy = self.make_room(missing)
-            assert roomy, "growth was not checked against the pool"
-            self.table.write(held.row, held.allocated_len, self.pages.alloc(missing))
-            held.allocated_len += missing
+        self.grow_all([req], [self.shortfall(req, tokens)])
+
+    def grow_all(self, reqs: Sequence[Req], missing: Sequence[int]) -> None:
+        """Give requests what they lack, as `shortfall` tells it."""
+        total = sum(missing)
+        if not total:
+            return
+        roomy = self.make_room(total)
+        assert roomy, "growth was not checked against the pool"
+        slots, used = self.pages.alloc(total), 0
+        for req, more in zip(reqs, missing, strict=True):
+            if more:
+                held = req.held
+                self.table.write(held.row, held.allocated_len, slots[used : used + more])
+                held.allocated_len += more
+                used += more
 
     def need(self, req: Req, reserve: int) -> Need:
         """A running request's claim, for the policy."""

@@ -1,0 +1,49 @@
+"""Where a request ends within the tokens it is given."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_spec.engine.req import Req, make_req
+from sgl_spec.request import SamplingParams, TokenizedRequest
+from sgl_spec.text import StopMatcher
+
+
+class Silent(StopMatcher):
+    """Stop strings that never occur."""
+
+    def __init__(self) -> None: ...
+
+    def push(self, token: int) -> str | None:
+        return None
+
+
+def request(sampling: SamplingParams, stops: StopMatcher | None) -> Req:
+    asked = TokenizedRequest(rid="r", input_ids=[9, 9], sampling=sampling)
+    return make_req(asked, [0], stops)
+
+
+@given(
+    rounds=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), max_size=5),
+    longest=st.integers(1, 8),
+    least=st.integers(0, 8),
+    own=st.sets(st.integers(0, 3), max_size=2),
+    ignore_eos=st.booleans(),
+)
+def test_the_short_way_ends_where_the_long_one_does(
+    rounds: list[list[int]], longest: int, least: int, own: set[int], ignore_eos: bool
+) -> None:
+    """Without stop strings and grammar a round's tokens are looked at in one go."""
+    sampling = SamplingParams(
+        max_new_tokens=longest,
+        min_new_tokens=min(least, longest),
+        stop_token_ids=tuple(own),
+        ignore_eos=ignore_eos,
+    )
+    short, long = request(sampling, None), request(sampling, Silent())
+    for tokens in rounds:
+        assert short.append(tokens) == long.append(tokens)
+        assert (short.ids, short.finish) == (long.ids, long.finish)
+        if long.finish is not None:
+            break
