@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +50,6 @@ from sgl_spec.speculative.verify import sample_and_follow
 from sgl_spec_kernels.kv_move import move_kv_rows
 
 if TYPE_CHECKING:
-    from sgl_spec.engine.calibrate import CostMeter
     from sgl_spec.models.decoder import Decoder
 
 
@@ -67,6 +66,14 @@ class _Round:
     accepted: AcceptResult
     offsets: Tensor
     features: Tensor | None
+
+
+class Costs(Protocol):
+    """What rounds cost. table: by total rows, for a round of so many requests. add: a round of
+    `requests` trees with `rows` nodes in all took `seconds`."""
+
+    def table(self, requests: int) -> CostTable: ...
+    def add(self, requests: int, rows: int, seconds: float) -> None: ...
 
 
 class Worker:
@@ -93,7 +100,7 @@ class Worker:
         page_size: int,
         rename_slots: bool = True,
         drafter: Drafter | None = None,
-        costs: CostMeter | None = None,
+        costs: Costs | None = None,
         rule: AcceptanceRule | None = None,
         topology: Topology | None = None,
     ) -> None:
@@ -104,7 +111,7 @@ class Worker:
         self.rename_slots = rename_slots and page_size == 1 and not table.mirrored
         self.drafter = drafter
         self.follower = Follower(model, kv, drafter)
-        self.costs = costs
+        self.costs: Costs | None = costs
         self.rule = rule or FollowRule()
         self.topology = topology
         self.eos_ids = model.config.eos_token_ids
@@ -327,7 +334,7 @@ class Worker:
             tree = prune(tree, self._price(self.costs, tree.batch, drafting_s), MIN_GAIN)
         return narrow(tree)
 
-    def _price(self, costs: CostMeter, batch: int, drafting_s: float) -> CostTable:
+    def _price(self, costs: Costs, batch: int, drafting_s: float) -> CostTable:
         """What a round costs by the rows it verifies. Where drafts come from forwards of a model
         these are part of every round, and the dearer they are the more rows pay."""
         table = costs.table(batch)

@@ -157,7 +157,7 @@ def _gathered(
 def _kept(head: _Head, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     """[r, n] ids and weights of what the filters keep of a head."""
     counts = _kept_counts(head, rows)
-    longest = max(1, int(counts.max()))
+    longest = max([1, *counts.tolist()])
     behind = torch.arange(longest, device=counts.device) >= counts[:, None]
     return head.ids[:, :longest], head.weights[:, :longest].masked_fill(behind, 0)
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 
+import numpy as np
 import torch
 
 from sgl_spec.engine.cuda.rounds import Round
@@ -31,7 +32,8 @@ class Replayed:
 
     def capture(self, pool: object) -> None:
         """Run it once with nothing but filler, which compiles what it needs, then record it."""
-        stream = torch.cuda.Stream()
+        self.program.load(np.zeros(0, dtype=np.int64), None)
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.program()
@@ -69,6 +71,13 @@ class Rounds:
             self._made[key] = made
         logger.debug("Made the round %s in %.2f s", key, time.perf_counter() - start)
         return made
+
+    def forget(self) -> None:
+        """Drop all rounds: they are made again when they are needed. The pool of graphs that are
+        gone cannot be used again."""
+        self._made.clear()
+        if self._pool is not None:
+            self._pool = torch.cuda.graph_pool_handle()
 
     def __len__(self) -> int:
         return len(self._made)

@@ -20,8 +20,8 @@ from sgl_spec.engine.cuda.rounds import (
     RoundKind,
     even_starts,
 )
-from sgl_spec.engine.cuda.transfer import sent
 from sgl_spec.layers.context import ForwardBatch
+from sgl_spec.layers.transfer import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,8 @@ def _chunks(parts: Parts, batch: PrefillBatch, texts: npt.NDArray[np.int32]) -> 
         ends[final], last, tokens[last],
     ]  # fmt: skip
     sizes = [len(part) for part in flat]
-    block = sent(np.concatenate(flat).astype(np.int64), parts.table.device).split(sizes)
+    words = on_device(np.concatenate(flat).astype(np.int64), parts.table.device)
+    block = torch.split(words, sizes)
     forward = ForwardBatch(
         tokens=block[0],
         positions=block[2],
@@ -102,7 +103,7 @@ def _draw_first(
     all others."""
     requests = Requests(parts, len(rows), replace(kind, forced=False))
     parts.rows.place(rows, chunks.ends - 1, chunks.roots)
-    requests.rows = sent(rows, parts.table.device)
+    requests.rows = on_device(rows, parts.table.device)
     requests.begin()
     acceptance = Acceptance(parts, requests, 1, 0)
     logits = parts.model.raw_logits(hidden.index_select(0, chunks.last))
@@ -128,7 +129,7 @@ def _follow(
     draft.hidden.index_copy_(0, forward.rows, hidden.index_select(0, forward.q_starts[1:] - 1))
     if features is not None or not len(chunks.final):
         return
-    at = sent(rows[chunks.final], parts.table.device)
+    at = on_device(rows[chunks.final], parts.table.device)
     roots = ForwardBatch(
         tokens=chunks.following.index_select(0, chunks.last),
         positions=chunks.ends,

@@ -182,11 +182,16 @@ class Acceptance:
 class WalkedTree(Protocol):
     """Trees on the device: [B, N] int64, num_nodes [B] int64."""
 
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
-    num_nodes: Tensor
-    words: Tensor
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def parents(self) -> Tensor: ...
+    @property
+    def depths(self) -> Tensor: ...
+    @property
+    def num_nodes(self) -> Tensor: ...
+    @property
+    def words(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,12 +422,12 @@ class _HostTree:
         sizes = [rows] * 5 + [batch + 1, batch, batch] + [batch * nodes] * 4
         self.host = torch.zeros(sum(sizes), dtype=torch.int64)
         self.block = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        flat = self.block.split(sizes)
+        flat = torch.split(self.block, sizes)
         self.row_tokens, self.requests, self.nodes, self.node_depths, self.row_words = flat[:5]
         self.starts, self.rows, self.num_nodes = flat[5:8]
         trees = [part.view(batch, nodes) for part in flat[8:]]
         self.tokens, self.parents, self.depths, self.words = trees
-        self._flat = [part.numpy() for part in self.host.split(sizes)]
+        self._flat = [part.numpy() for part in torch.split(self.host, sizes)]
         self._nodes = nodes
 
     def fill(self, rows: IntArray, filler: int, tree: TokenTree | None) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgl_spec.engine.cuda.transfer import send, sent
+from sgl_spec.engine.cuda.transfer import send
+from sgl_spec.layers.transfer import on_device
 from sgl_spec.request import SamplingParams
 from sgl_spec.speculative.rows import ALL_TOKENS
 from sgl_spec_kernels.round_state import RowState
@@ -74,10 +75,6 @@ class DeviceRows:
         self, rows: np.ndarray[tuple[int], np.dtype[np.int64]], committed: Tensor, last: Tensor
     ) -> None:
         """Set where texts stand. committed, last: int64, on the host or on the device."""
-        at = sent(rows, self.device)
-        self.state.committed.index_copy_(0, at, _on(committed, self.device))
-        self.state.last.index_copy_(0, at, _on(last, self.device))
-
-
-def _on(values: Tensor, device: torch.device) -> Tensor:
-    return values if values.device == device else sent(values, device)
+        at = on_device(rows, self.device)
+        self.state.committed.index_copy_(0, at, on_device(committed, self.device))
+        self.state.last.index_copy_(0, at, on_device(last, self.device))

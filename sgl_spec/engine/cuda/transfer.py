@@ -1,4 +1,5 @@
-"""Between the host and the device, in the order of the stream and without waiting for it."""
+"""Between the host and the device without waiting, in the order of the stream. See also
+`layers.transfer`."""
 
 from __future__ import annotations
 
@@ -10,23 +11,13 @@ import torch
 from torch import Tensor
 
 
-def pinned(values: Tensor) -> Tensor:
-    """A copy that the device may read whenever it comes to it. PyTorch gives such memory to nobody
-    else before the copies that were asked for are done."""
-    return values.pin_memory() if torch.cuda.is_available() else values.clone()
-
-
 def send(values: npt.NDArray[Any] | Tensor, to: Tensor) -> None:
     """Copy host values of the same dtype and size into a device tensor. The host may change them
     at once."""
     host = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
-    to.copy_(pinned(host).view(to.shape), non_blocking=True)
-
-
-def sent(values: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """Host values as a new tensor on the device."""
-    host = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
-    return pinned(host).to(device, non_blocking=True)
+    if to.device.type == "cuda":
+        host = host.pin_memory()  # PyTorch gives it to nobody else before the copy is done
+    to.copy_(host.view(to.shape), non_blocking=True)
 
 
 class Fetched:
@@ -36,9 +27,8 @@ class Fetched:
         on_gpu = values.device.type == "cuda"
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
         self._host.copy_(values, non_blocking=True)
-        self._arrived = None
-        if on_gpu:
-            self._arrived = torch.cuda.Event()
+        self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        if self._arrived is not None:
             self._arrived.record()
 
     def wait(self) -> Tensor:

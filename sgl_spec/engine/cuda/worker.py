@@ -27,9 +27,10 @@ from sgl_spec.engine.batch import (
     PrefillBatch,
     StepOutput,
 )
+from sgl_spec.engine.cuda.costs import DeviceCosts, drafted_rows
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
 from sgl_spec.engine.cuda.prefill import run_prefill
-from sgl_spec.engine.cuda.rounds import DraftParts, HostRound, Parts, Round, RoundKind, TreeRound
+from sgl_spec.engine.cuda.rounds import DraftParts, HostRound, Parts, RoundKind, TreeRound
 from sgl_spec.engine.cuda.state import DeviceRows
 from sgl_spec.engine.cuda.transfer import Fetched, send
 from sgl_spec.engine.req import Req
@@ -38,7 +39,7 @@ from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.model_drafter import ModelDrafter
 from sgl_spec.speculative.rules import FollowRule
 from sgl_spec.speculative.simulate import SimulatedRule
-from sgl_spec.speculative.tree import AcceptResult, TokenTree
+from sgl_spec.speculative.tree import TokenTree, accepted_of
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -68,9 +69,20 @@ class _Told:
 
 
 class DeviceWorker(Worker):
-    """See the module. rounds: the captured rounds. most_nodes: of a tree, root included."""
+    """See the module. rounds: the captured rounds. most_nodes: of a tree, root included. weighs:
+    whether trees that the host makes may be cut by what they cost.
+    """
 
-    def __init__(self, *args: Any, rounds: Rounds, most_nodes: int, **options: Any) -> None:
+    defers = True
+
+    def __init__(
+        self,
+        *args: Any,
+        rounds: Rounds,
+        most_nodes: int,
+        weighs: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         self.rounds = rounds
         self.most_nodes = most_nodes
@@ -91,6 +103,8 @@ class DeviceWorker(Worker):
         self._length: IntArray = np.zeros(num_rows, dtype=np.int64)  # of the text, as collected
         self._tenancy: IntArray = np.zeros(num_rows, dtype=np.int64)
         self._told: _Told | None = None
+        if weighs and not models_only and rounds.sizes:
+            self.costs = DeviceCosts(self._priced_round, rounds.padded, most_nodes)
 
     def _draft_parts(self) -> DraftParts | None:
         drafter = self.drafter
@@ -197,13 +211,7 @@ class DeviceWorker(Worker):
         told, self._told = self._told, None
         if told is None or self.drafter is None:
             return
-        width = max(map(len, told.tokens))
-        padded = [given + [0] * (width - len(given)) for given in told.tokens]
-        kept = AcceptResult(
-            tokens=torch.tensor(padded),
-            path=torch.zeros(len(padded), width, dtype=torch.int64),
-            counts=torch.tensor(taken),
-        )
+        kept = accepted_of(told.tree, told.tokens, taken)
         self.drafter.observe(told.draft, told.tree, kept)
 
     # --- prompts ----------------------------------------------------------------------------------
@@ -299,21 +307,23 @@ class DeviceWorker(Worker):
         nodes, total = 1, padded
         if tree is not None and tree.width > 1:
             drafted = int(tree.num_nodes.sum()) - size
-            nodes, total = self.most_nodes, padded + self._drafted_rows(padded, drafted)
+            if padded in self.rounds.sizes:  # few shapes, so that few rounds are captured
+                sizes = drafted_rows(padded, self.most_nodes)
+                drafted = next(count for count in sizes if count >= drafted)
+            nodes, total = self.most_nodes, padded + drafted
+        return self._host_round(padded, kind, total, nodes)
+
+    def _host_round(self, padded: int, kind: RoundKind, total: int, nodes: int) -> Replayed:
         return self.rounds.get(
             ("host", padded, total, nodes, kind),
             padded,
-            lambda: self._host_round(padded, kind, total, nodes),
+            lambda: HostRound(self.parts, padded, kind, total, nodes),
         )
 
-    def _host_round(self, padded: int, kind: RoundKind, total: int, nodes: int) -> Round:
-        return HostRound(self.parts, padded, kind, total, nodes)
-
-    def _drafted_rows(self, padded: int, drafted: int) -> int:
-        """Rows for so many drafts: few sizes, so that few rounds are captured."""
-        most = padded * (self.most_nodes - 1)
-        share = next(s for s in (0.125, 0.25, 0.5, 1.0) if drafted <= s * most)
-        return max(drafted, round(share * most)) if padded in self.rounds.sizes else drafted
+    def _priced_round(self, padded: int, drafts: int) -> Replayed:
+        """A round of host-made trees that is to be timed."""
+        nodes = self.most_nodes if drafts else 1
+        return self._host_round(padded, RoundKind(), padded + drafts, nodes)
 
     @torch.inference_mode()
     def prepare(self) -> None:

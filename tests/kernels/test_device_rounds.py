@@ -1,0 +1,92 @@
+"""Rounds that live on the device, in the interpreter: the same texts as the CPU engine's.
+
+A tiny target, batches that are filled up, prompts in chunks, drafts by a head, a model and the host.
+On a GPU `tests/gpu` runs the same with graphs and longer texts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draft_rig import make_draft, shape_options
+from kernel_runs import INTERPRETED
+from tiny import MIN_VOCAB, make_tiny
+
+from sgl_spec import LLM
+from sgl_spec.engine.cuda.worker import DeviceWorker
+
+SHARED = [40, 41, 42, 43, 44, 45, 46]
+PROMPTS = [[7], [*SHARED, 9], [*SHARED, 11, 12]]
+GREEDY = {"temperature": 0.0}
+SAMPLED = {"temperature": 1.0, "seed": 5}
+FILTERED = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 6}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("target"), vocab=MIN_VOCAB)
+
+
+@pytest.fixture(scope="module")
+def drafts(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    head = make_draft("EAGLE3", tmp_path_factory.mktemp("head"), target)
+    return {"EAGLE3": head, "STANDALONE": target}
+
+
+def options_of(kind: str, drafts: dict[str, Path]) -> dict[str, Any]:
+    if kind == "none":
+        return {}
+    if kind == "NGRAM":
+        return {"speculative_algorithm": kind, "speculative_num_draft_tokens": 4}
+    path = str(drafts[kind])
+    return {
+        "speculative_algorithm": kind,
+        "speculative_draft_model_path": path,
+        **shape_options(2, 2, 4),
+    }
+
+
+def run(target: Path, sampling: list[dict[str, Any]], **options: Any) -> tuple[LLM, list[Any]]:
+    llm = LLM(
+        str(target), max_total_tokens=512, max_running_requests=4, context_length=64, **options
+    )
+    worker = llm.engine.scheduler.worker
+    if isinstance(worker, DeviceWorker):
+        worker.rounds.sizes = (4,)  # so that a batch of three is filled up
+    base = {"max_new_tokens": 4, "ignore_eos": True}
+    return llm, llm.generate(PROMPTS, [{**base, **one} for one in sampling])
+
+
+MIXED = [GREEDY, SAMPLED, FILTERED]
+
+
+@pytest.fixture(scope="module")
+def expected(target: Path) -> list[list[int]]:
+    return [one.output_ids for one in run(target, MIXED)[1]]
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    ("kind", "page"), [("none", 1), ("EAGLE3", 4), ("STANDALONE", 1), ("NGRAM", 4)]
+)
+def test_texts_are_the_cpu_engines(
+    target: Path, drafts: dict[str, Path], expected: list[list[int]], kind: str, page: int
+) -> None:
+    llm, done = run(
+        target,
+        MIXED,
+        attention_backend="triton",
+        page_size=page,
+        chunked_prefill_size=8,
+        speculative_verify_whole_trees=kind != "none",
+        **options_of(kind, drafts),
+    )
+    assert isinstance(llm.engine.scheduler.worker, DeviceWorker)
+    assert [one.output_ids for one in done] == expected
+    if kind == "STANDALONE":  # the target drafts for itself
+        counters = llm.engine.counters
+        assert counters.emitted > 1.5 * counters.verify_ct
+    assert llm.engine.scheduler.flush()
+    assert llm.engine.slots.pages.free_slots == llm.engine.slots.pages.total
