@@ -33,7 +33,7 @@ from sgl_spec_kernels.noise import (
     stream_keys,
 )
 
-BLOCK = 2048  # columns of a program
+BLOCK, WARPS = 2048, 4  # columns and warps of a program
 MOST_TOPK = 16
 NOISES = (None, "shared", "proposal")
 _NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
@@ -223,6 +223,6 @@ def draft_topk(
         PROPOSAL=PROPOSAL,
         HAS_IDS=ids is not None,
         HAS_CUTS=cuts is not None,
-        num_warps=4,
+        num_warps=WARPS,
         **chained(logits.device),
     )
