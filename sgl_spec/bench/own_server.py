@@ -51,7 +51,7 @@ def own_server(flags: Sequence[str], timeout_s: float = 600.0) -> Iterator[OwnSe
     """Serve with `flags` (those of the command line; the port is found unless given).
 
     Raises `ConfigError` with the end of its log if it ends or is not ready within `timeout_s`. A
-    SIGTERM meanwhile stops it too.
+    SIGTERM meanwhile ends it too, at once.
     """
     before_signal = signal.signal(signal.SIGTERM, _leave)
     with tempfile.TemporaryDirectory(prefix="sgl-spec-bench-") as directory:
@@ -73,7 +73,8 @@ def own_server(flags: Sequence[str], timeout_s: float = 600.0) -> Iterator[OwnSe
             started = Started(list(flags), seconds, str(triton_cache()), entries)
             yield OwnServer(f"http://{HOST}:{port}", process.pid, log, started)
         finally:
-            _stop(process)
+            stopped = isinstance(sys.exception(), SystemExit)
+            _stop(process, 0.0 if stopped else _STOP_S)
             signal.signal(signal.SIGTERM, before_signal)
 
 
@@ -134,11 +135,11 @@ def end_of(log: Path) -> str:
     return log.read_text(encoding="utf-8", errors="replace")[-_LAST_WORDS:]
 
 
-def _stop(process: subprocess.Popen[Any]) -> None:
+def _stop(process: subprocess.Popen[Any], patience_s: float) -> None:
     """As a terminal would; then, for whatever is left of its session, without asking."""
     process.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_STOP_S)
+        process.wait(patience_s)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
