@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from sgl_spec.layers.transfer import on_device
@@ -96,7 +97,8 @@ def keep_nodes(tree: TokenTree, mask: Tensor) -> TokenTree:
     The mask holds the roots and every kept node's ancestors. The width stays N.
     """
     mask = mask & tree.used()
-    order = mask.sort(dim=1, descending=True, stable=True).indices  # kept nodes to the front
+    front = mask.to(torch.int8).sort(dim=1, descending=True, stable=True)  # kept nodes first
+    order = front.indices
     renumbered = mask.cumsum(1) - 1
     parents = renumbered.gather(1, tree.parents.clamp(0, tree.width - 1)).gather(1, order)
     parents[:, 0] = -1

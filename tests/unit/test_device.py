@@ -1,0 +1,33 @@
+"""Which device --device means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sgl_spec import LLM
+from sgl_spec.engine.device import device_name, resolve_device
+from sgl_spec.errors import ConfigError
+
+
+def test_a_cpu_is_a_cpu_whatever_there_is() -> None:
+    assert resolve_device("cpu") == torch.device("cpu")
+    assert device_name(torch.device("cpu"))
+
+
+def test_a_gpu_is_taken_where_torch_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 1)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == torch.device("cpu")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    message = "--device must be cpu or auto, got cuda: .* was built without CUDA"
+    with pytest.raises(ConfigError, match=message):
+        resolve_device("cuda")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ConfigError, match=r"built for CUDA 13\.0, sees none"):
+        LLM("smollm2", device="cuda")
