@@ -17,6 +17,7 @@ from sgl_spec.speculative.noise import exponential, noise_bits, row_keys
 from sgl_spec.speculative.penalties import TokenCounts
 from sgl_spec.speculative.sampling import adjust, build_rows
 
+CUSTOM = str(Path(__file__).parents[1] / "examples" / "custom_drafter.py")
 TREE = {
     "speculative_num_steps": 3,
     "speculative_eagle_topk": 3,
@@ -29,6 +30,7 @@ SERVERS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("none", {}),
     "none, pages of 4, no cache": ("none", {"page_size": 4, "disable_radix_cache": True}),
     "NGRAM": ("NGRAM", WHOLE),
+    "a plug-in": ("PROMPT_LOOKUP", {"speculative_drafter_module": CUSTOM}),
     "NGRAM, weighed": ("NGRAM", {"page_size": 4}),
     "EAGLE": ("EAGLE", TREE | WHOLE),
     "EAGLE3": ("EAGLE3", TREE | WHOLE),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -30,6 +32,19 @@ def resolve_device(asked: str) -> torch.device:
         f"--device must be cpu or auto, got cuda: it needs an NVIDIA GPU, and {reason}.",
         param="device",
     )
+
+
+@contextmanager
+def fitting(what: str, device: torch.device) -> Iterator[None]:
+    """`ConfigError` instead of torch's own error where a GPU's memory does not hold `what`."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        total = torch.cuda.get_device_properties(device).total_memory
+        raise ConfigError(
+            f"{what} do not fit the {device_name(device)} and its {total / 1e9:.1f} GB, or others "
+            f"use it too: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def device_name(device: torch.device) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from sgl_spec.args import ServerArgs
 from sgl_spec.engine.calibrate import CostMeter, measure_costs
-from sgl_spec.engine.device import device_name, resolve_device
+from sgl_spec.engine.device import device_name, fitting, resolve_device
 from sgl_spec.engine.drafting import (
     load_draft_model,
     make_drafter,
@@ -72,14 +72,15 @@ class Engine:
         self._free_at_start = psutil.virtual_memory().available
         self._work = 0  # bytes that a GPU's forwards need beside weights and KV
         self.model_dir, self.tokenizer_dir = self._directories()
-        self.model = load_model(
-            self.model_dir,
-            dtype=self.args.dtype,
-            device=str(self.device),
-            load_format=self.args.load_format,
-            context_length=self.args.context_length,
-            attention_backend=self.args.attention_backend,
-        )
+        with fitting("The weights", self.device):
+            self.model = load_model(
+                self.model_dir,
+                dtype=self.args.dtype,
+                device=str(self.device),
+                load_format=self.args.load_format,
+                context_length=self.args.context_length,
+                attention_backend=self.args.attention_backend,
+            )
         self.args = self.args.for_target(self.model.config.architecture)
         self.counters = EngineCounters()
         self.throughput = Throughput()
@@ -100,7 +101,8 @@ class Engine:
     def _build(self, check_every_step: bool) -> None:
         args, config = self.args, self.model.config
         self.context_length = config.context_length
-        self.draft_model = load_draft_model(args, self.model, self.tokenizer_dir)
+        with fitting("The draft's weights", self.device):
+            self.draft_model = load_draft_model(args, self.model, self.tokenizer_dir)
         reserve, page = tree_reserve(args.round_slots), args.page_size
         width = ceil_page(self.context_length + reserve + page - 1, page)
         self.num_slots = self._pool_slots(width)
@@ -195,6 +197,9 @@ class Engine:
         memory = GpuMemory.read(self.device)
         config, itemsize = self.model.config, self.model.dtype.itemsize
         self._work = work_bytes(config, itemsize, self._largest_shapes())
+        if args.max_total_tokens is not None:
+            memory.check_slots(args.max_total_tokens, per_token, self._work)
+            return pool_slots(args, 0, per_token, width)
         room = memory.room(args.mem_fraction_static, self._work)
         hint = gpu_hint(memory, self._work, least_slots(args, width) * per_token)
         return pool_slots(args, room, per_token, width, hint)

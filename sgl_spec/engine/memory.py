@@ -94,6 +94,17 @@ class GpuMemory:
             )
         return min(asked, there) - work
 
+    def check_slots(self, slots: int, per_token: int, work: int) -> None:
+        """`ConfigError` unless so many slots of `per_token` bytes fit beside the work space."""
+        there = self.free - _SPARE - work
+        if slots * per_token > there:
+            raise ConfigError(
+                f"--max-total-tokens {slots} takes {_gb(slots * per_token)} GB for the KV pools; "
+                f"{_gb(max(0, there))} GB are left beside {_gb(self.used)} GB of weights and "
+                f"{_gb(work)} GB of work space, so at most {max(0, there // per_token)} works.",
+                param="max_total_tokens",
+            )
+
     def fraction_for(self, pool: int, work: int) -> float:
         """The least --mem-fraction-static that leaves `pool` bytes to the KV pools."""
         return math.ceil(100 * (self.used + work + pool) / self.total) / 100

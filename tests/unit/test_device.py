@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from sgl_spec import LLM
-from sgl_spec.engine.device import device_name, resolve_device
+from sgl_spec.engine.device import device_name, fitting, resolve_device
 from sgl_spec.errors import ConfigError
 
 
@@ -31,3 +33,16 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(ConfigError, match=r"built for CUDA 13\.0, sees none"):
         LLM("smollm2", device="cuda")
+
+
+def test_weights_that_do_not_fit_are_a_matter_of_the_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = SimpleNamespace(total_memory=8 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Card")
+    message = r"The weights do not fit the Card and its 8\.0 GB.*Tried to allocate"
+    with pytest.raises(ConfigError, match=message), fitting("The weights", torch.device("cuda")):
+        raise torch.cuda.OutOfMemoryError("Tried to allocate 9 GiB.\nsee the manual")
+    with pytest.raises(KeyError), fitting("The weights", torch.device("cpu")):
+        raise KeyError

@@ -95,6 +95,15 @@ def test_a_model_that_no_share_can_serve_is_told_what_to_lower() -> None:
     assert "--max-running-requests, --chunked-prefill-size or --context-length" in hint
 
 
+def test_a_pool_that_does_not_fit_is_told_which_would() -> None:
+    with pytest.raises(ConfigError, match=r"--max-total-tokens 1000000 takes 131\.07 GB") as caught:
+        CARD.check_slots(1_000_000, 1 << 17, 5 * GB)
+    most = int(caught.value.message.split("at most ")[1].split(" ")[0])
+    CARD.check_slots(most, 1 << 17, 5 * GB)
+    with pytest.raises(ConfigError):
+        CARD.check_slots(most + 1, 1 << 17, 5 * GB)
+
+
 def test_a_pool_is_no_larger_than_its_requests_can_use() -> None:
     args = resolved(max_running_requests=4, page_size=16)
     assert pool_slots(args, 100 * GB, 1000, 512) == 4 * 512

@@ -289,7 +289,7 @@ class DeviceWorker(Worker):
         draft = DraftBatch(
             batch.rows, lengths, batch.max_nodes, self.tokens, sampling, self._plain_ms(batch)
         )
-        return draft, self._plan_tree(draft, batch.remaining)
+        return draft, self._plan_tree(draft, batch.remaining).to(torch.device("cpu"))
 
     def _kind(self, rows: IntArray) -> RoundKind:
         return RoundKind(
