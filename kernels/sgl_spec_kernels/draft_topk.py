@@ -33,7 +33,7 @@ from sgl_spec_kernels.noise import (
     stream_keys,
 )
 
-BLOCK, WARPS = 2048, 4  # columns and warps of a program
+BLOCK, WARPS = 1024, 4  # columns and warps of a program
 MOST_TOPK = 16
 NOISES = (None, "shared", "proposal")
 _NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)

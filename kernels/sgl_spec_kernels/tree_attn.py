@@ -23,10 +23,10 @@ from torch import Tensor
 from sgl_spec_kernels.chain import chained
 from sgl_spec_kernels.tree_attn_kernels import merge_kernel, tree_attn_kernel
 
-TILES = {"split": (64, 4, 3), "whole": (32, 4, 4), "chunk": (64, 4, 3)}
+TILES = {"split": (64, 4, 3), "whole": (32, 4, 3), "chunk": (64, 4, 3)}
 """KV columns at a time, warps and stages of trees whose columns are split, of those whose columns
-are not, and of chunks of prompts."""
-MIN_SPLIT = 128  # least columns of a split: merging smaller ones costs more than they save
+are not, and of chunks of prompts. Best on an H200 with heads of 128, by `bench kernels --sweep`."""
+MIN_SPLIT = 64  # least columns of a split
 MAX_SPLITS = 32
 _PROGRAMS = 264  # two for each multiprocessor of an H200
 _LEAST_ROWS, _MOST_ROWS = 16, 64  # of a block

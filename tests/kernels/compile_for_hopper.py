@@ -78,6 +78,7 @@ def widths(kernel: Any) -> dict[str, int]:
 def waits_first(kernel: Any) -> bool:
     """Whether no memory is read or written before what was launched earlier is done."""
     before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
+    before = re.sub(r"\S*prefetch\S*", "", before)
     touched = re.search(r"\b(ld|st|atom|red|cp\.async)(\.\w+)*\.global", before)
     return bool(wait) and touched is None
 
