@@ -327,7 +327,7 @@ class Worker:
         drafting_s = time.perf_counter() - start
         if self.topology is not None:
             require_sampled(tree, self.topology)
-        if int(tree.num_nodes.max()) > 1:
+        if not _fits(tree, remaining, draft.max_nodes):
             tree = keep_nodes(tree, _useful(tree, remaining, draft.max_nodes))
         tree = self._constrain(tree, draft.rows)
         if int(tree.num_nodes.max()) > 1 and self.costs is not None:
@@ -400,6 +400,12 @@ class Worker:
             self.tokens[row, length : length + len(new)] = new
         proposed = (tree.num_nodes - 1).tolist()
         return StepOutput(tokens=tokens, proposed=proposed, logprobs=logprobs)
+
+
+def _fits(tree: TokenTree, remaining: IntArray, max_nodes: IntArray) -> bool:
+    """Whether no node is too deep and none too many, by the trees' sizes alone."""
+    small = bool((tree.num_nodes.numpy(force=True) <= max_nodes).all())
+    return small and tree.width <= int(remaining.min())
 
 
 def _useful(tree: TokenTree, remaining: IntArray, max_nodes: IntArray) -> Tensor:

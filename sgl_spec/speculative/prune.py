@@ -18,7 +18,8 @@ from torch import Tensor
 from sgl_spec.layers.transfer import on_device
 from sgl_spec.speculative.tree import TokenTree
 
-FloatArray = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.floating]
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +74,11 @@ def choose_nodes(tree: TokenTree, table: CostTable, min_gain: float = 0.0) -> Te
     first. Of equally good choices the largest is taken; one that promises less than `min_gain`
     over the bare roots is not. Roots are always kept.
     """
-    scores = tree.capped_scores().numpy(force=True).astype(np.float64)
     drafted = tree.used().numpy(force=True).copy()
     drafted[:, 0] = False
     flat = np.flatnonzero(drafted)
-    depths = tree.depths().numpy(force=True).ravel()[flat]
-    gains = scores.ravel()[flat]
+    scores, depths = (each.take(flat) for each in path_scores(tree))
+    gains = scores.astype(np.float64)
     order = np.lexsort((flat % tree.width, depths, -gains))
     emitted = tree.batch + np.concatenate(([0.0], np.cumsum(gains[order])))
     rate = emitted / table.costs(tree.batch, tree.batch + flat.size)
@@ -89,6 +89,22 @@ def choose_nodes(tree: TokenTree, table: CostTable, min_gain: float = 0.0) -> Te
     keep[:, 0] = True
     keep.reshape(-1)[flat[order[:count]]] = True
     return on_device(keep, tree.tokens.device)
+
+
+def path_scores(tree: TokenTree) -> tuple[FloatArray, IntArray]:
+    """[B, N] the smallest score on a node's path, which is its own if scores fall, and depths. By
+    links of doubling length, in NumPy because its calls are short: a GPU waits for this."""
+    assert tree.scores is not None
+    scores, drafted = tree.scores.numpy(force=True), tree.used().numpy(force=True).copy()
+    drafted[:, 0] = False
+    starts = np.arange(0, drafted.size, tree.width)[:, None]
+    link = np.where(drafted, tree.parents.numpy(force=True), 0) + starts
+    depth = drafted.astype(np.int64)
+    for _ in range((tree.width - 1).bit_length()):
+        scores = np.minimum(scores, scores.take(link))
+        depth = depth + depth.take(link)
+        link = link.take(link)
+    return scores, depth
 
 
 def keep_nodes(tree: TokenTree, mask: Tensor) -> TokenTree:

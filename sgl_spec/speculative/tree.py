@@ -119,15 +119,6 @@ class TokenTree:
             link = link.gather(1, link)
         return words
 
-    def capped_scores(self) -> Tensor:
-        """[B, N] float32: the smallest score on a node's path, which is its own if scores fall."""
-        assert self.scores is not None
-        link, scores = self._links(), self.scores
-        for _ in range(self._doublings()):
-            scores = torch.minimum(scores, scores.gather(1, link))
-            link = link.gather(1, link)
-        return scores
-
     def to(self, device: torch.device) -> TokenTree:
         """The same trees on a device, with what hangs on them; no copy where they are there."""
         if self.tokens.device == device:

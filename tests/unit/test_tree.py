@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sgl_spec.speculative.prune import path_scores
 from sgl_spec.speculative.tree import MAX_TREE_NODES, TokenTree, accepted_of, root_only
 
 VOCAB = 1000
@@ -46,13 +47,14 @@ def ancestors(tree: TokenTree, i: int, node: int) -> list[int]:
 @settings(max_examples=60, deadline=None)
 @given(trees())
 def test_depths_words_and_scores_agree_with_walking_up(tree: TokenTree) -> None:
-    depths, words, scores = tree.depths(), tree.ancestor_words(), tree.capped_scores()
+    depths, words, scores = tree.depths(), tree.ancestor_words(), path_scores(tree)
     for i in range(tree.batch):
         for node in range(int(tree.num_nodes[i])):
             chain = ancestors(tree, i, node)
             assert depths[i, node] == len(chain) - 1
             assert int(words[i, node]) % 2**64 == sum(1 << j for j in chain)
-            assert scores[i, node] == tree.scores[i, chain].min()
+            assert scores[0][i, node] == tree.scores[i, chain].min()
+            assert scores[1][i, node] == depths[i, node]
     tree.validate(VOCAB)
 
 
@@ -67,7 +69,9 @@ def test_a_score_above_its_parents_counts_as_its_parents() -> None:
     parents = torch.tensor([[-1, 0, 1, 2]])
     scores = torch.tensor([[1.0, 0.2, 0.9, 0.1]])
     tree = TokenTree(torch.arange(4)[None], parents, torch.tensor([4]), scores)
-    torch.testing.assert_close(tree.capped_scores(), torch.tensor([[1.0, 0.2, 0.2, 0.1]]))
+    capped, depths = path_scores(tree)
+    assert capped.tolist() == scores.new_tensor([[1.0, 0.2, 0.2, 0.1]]).tolist()
+    assert depths.tolist() == [[0, 1, 2, 3]]
 
 
 def test_used_counts_the_nodes() -> None:
