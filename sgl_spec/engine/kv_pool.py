@@ -20,6 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sgl_spec.layers.transfer import on_device
+
 SlotArray = npt.NDArray[np.int64]
 
 _COMPARED = 64  # so many slots are sent rather than looked at
@@ -158,11 +160,8 @@ class SlotTable:
         self._unsent.clear()
         before = np.cumsum(counts) - counts
         place = np.repeat(rows * self.width + starts - before, counts) + np.arange(counts.sum())
-        values = torch.from_numpy(np.stack((place, self.host.reshape(-1)[place])))
-        if self.device.device.type == "cuda":
-            # PyTorch gives pinned memory to nobody else before the copy from it is done.
-            values = values.pin_memory()
-        at, slots = values.to(self.device.device, non_blocking=True)
+        written = np.stack((place, self.host.reshape(-1)[place]))
+        at, slots = on_device(written, self.device.device)
         self.device.view(-1).index_copy_(0, at, slots.to(torch.int32))
 
 

@@ -22,7 +22,7 @@ def on_device(values: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     if device.type == "cuda" and tensor.device.type == "cpu":
         # PyTorch gives pinned memory to nobody else before the copy from it is done.
-        return tensor.pin_memory().to(device, non_blocking=True)
+        return tensor.contiguous().pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
