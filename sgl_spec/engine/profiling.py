@@ -69,6 +69,8 @@ class Profiler:
         running, self._profile = self._profile, None
         if running is None:
             raise InvalidRequestError("No trace is being taken; /start_profile starts one.")
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the last step's batch may still be under way
         running.stop()
         try:
             running.export_chrome_trace(str(self._path))
