@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sgl_spec import LLM
+from sgl_spec.engine.cuda.graphs import capture_sizes
 from sgl_spec.engine.device import device_name, fitting, resolve_device
 from sgl_spec.errors import ConfigError
 
@@ -46,3 +47,22 @@ def test_weights_that_do_not_fit_are_a_matter_of_the_configuration(
         raise torch.cuda.OutOfMemoryError("Tried to allocate 9 GiB.\nsee the manual")
     with pytest.raises(KeyError), fitting("The weights", torch.device("cpu")):
         raise KeyError
+
+
+@pytest.mark.parametrize(
+    ("most", "asked", "limit", "sizes"),
+    [
+        (48, None, None, (1, 2, 4, 8, 12, 16, 24, 32, 40, 48)),
+        (5, None, None, (1, 2, 4, 5)),
+        (48, None, 3, (1, 2, 3)),
+        (1, None, None, (1,)),
+        (300, (8, 2, 8), None, (2, 8)),
+        (4, (2, 64, 256), None, (2, 4)),
+    ],
+)
+def test_sizes_of_graphs(
+    most: int, asked: tuple[int, ...] | None, limit: int | None, sizes: tuple[int, ...]
+) -> None:
+    """The largest batch that may come has a graph unless a flag says otherwise, and none is for
+    batches that cannot come."""
+    assert capture_sizes(most, asked, limit) == sizes

@@ -84,10 +84,10 @@ class Rounds:
 
 
 def capture_sizes(most: int, asked: Sequence[int] | None, limit: int | None) -> tuple[int, ...]:
-    """Batch sizes to capture. most: requests that may run. asked: --cuda-graph-bs. limit:
-    --cuda-graph-max-bs."""
+    """Batch sizes to capture, rising. most: requests that may run; no batch is larger. asked:
+    --cuda-graph-bs. limit: --cuda-graph-max-bs."""
     if asked:
-        return tuple(sorted(set(asked)))
+        return tuple(sorted({min(size, most) for size in asked}))
     top = min(most, limit or BATCH_SIZES[-1])
     sizes = {size for size in BATCH_SIZES if size < top}
     return tuple(sorted(sizes | {top}))
