@@ -150,6 +150,7 @@ class Engine:
             rounds=Rounds(sizes, captures=bool(sizes)),
             most_nodes=args.tree_nodes,
             weighs=self._weighs,
+            prefill_rows=self._prefill_budget,
             **options,
         )
         worker.prepare()

@@ -72,6 +72,19 @@ class Rounds:
         logger.debug("Made the round %s in %.2f s", key, time.perf_counter() - start)
         return made
 
+    def captured(self, key: Hashable, make: Callable[[], Round]) -> Replayed:
+        """The round of this key, captured whatever its size."""
+        assert self._pool is not None
+        if key not in self._made:
+            self._made[key] = Replayed(make())
+            self._made[key].capture(self._pool)
+        return self._made[key]
+
+    @property
+    def captures(self) -> bool:
+        """Whether rounds are captured at all."""
+        return self._pool is not None
+
     def forget(self) -> None:
         """Drop all rounds: they are made again when they are needed. The pool of graphs that are
         gone cannot be used again."""

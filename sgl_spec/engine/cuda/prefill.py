@@ -1,9 +1,10 @@
 """Prompt chunks on the device: run them, draw the tokens behind prompts that are through, and let
-the draft model follow. The host waits for nothing."""
+the draft model follow. The host waits for nothing, and launches one graph: a forward of a few
+hundred rows is done sooner than its kernels could be launched one by one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,125 +21,165 @@ from sgl_spec.engine.cuda.rounds import (
     RoundKind,
     even_starts,
 )
+from sgl_spec.engine.cuda.transfer import send
 from sgl_spec.layers.context import ForwardBatch
-from sgl_spec.layers.transfer import on_device
+from sgl_spec.speculative.tree import TokenTree
+
+IntArray = npt.NDArray[np.int64]
+
+REQUESTS = 16  # of a captured forward
+_EVERY_KIND = RoundKind(sampled=True, filtered=True)  # a forward draws too little to matter
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunks:
-    """A forward of prompt chunks. following: [T] int64, the token behind each row; what is drawn
-    is missing. final: [F] requests whose prompts are through, ends: [F] lengths of their prompts,
-    last: [F] their last rows. roots: [F] int64, their last tokens."""
-
-    forward: ForwardBatch
-    following: Tensor
-    final: npt.NDArray[np.int64]
-    ends: Tensor
-    last: Tensor
-    roots: Tensor
+def row_counts(most: int) -> tuple[int, ...]:
+    """Rows of the forwards that are captured, up to at least `most`: the steps waste a tenth."""
+    counts: list[int] = []
+    while not counts or counts[-1] < most:
+        last = counts[-1] if counts else 0
+        step = 64 if last < 512 else 128 if last < 1024 else 256
+        counts.append(last + step)
+    return tuple(counts)
 
 
-def run_prefill(
-    parts: Parts, batch: PrefillBatch, texts: npt.NDArray[np.int32], kind: RoundKind
-) -> Tensor | None:
-    """Enqueue it all. texts: [rows, width]. [F, 2] int32, a count (1) and the token drawn for each
-    request whose prompt is through, also in the row state; None where there is none."""
-    chunks = _chunks(parts, batch, texts)
-    draft = parts.draft
-    features = None
-    if draft is not None and draft.model.capture:
-        hidden, features = parts.model.forward_features(
-            chunks.forward, parts.kv, draft.model.capture
+class _Block:
+    """What the host tells a forward of T rows of B requests, in one block of words.
+
+    tokens, following, positions, table_rows: [T], each row's token, the token behind it (what is
+    drawn is missing), position and table row. rows, prefix, starts: [B], [B], [B + 1], the
+    requests. drawn: [B] table rows whose prompts are through, the filler elsewhere; ends: [B]
+    lengths of those prompts, 1 elsewhere; roots: [B] their last tokens; last, behind: [B] their
+    last rows, and where in `following` the token goes that is drawn (T: nowhere).
+    """
+
+    def __init__(self, rows: int, requests: int, device: torch.device) -> None:
+        sizes = [rows, rows + 1, rows, rows, *[requests] * 2, requests + 1, *[requests] * 5]
+        self.host = torch.zeros(sum(sizes), dtype=torch.int64)
+        self.device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self.parts = torch.split(self.device, sizes)
+        self._flat = [part.numpy() for part in torch.split(self.host, sizes)]
+
+    def blank(self, filler: int) -> None:
+        """Rows and requests that are nobody's."""
+        for part in self._flat:
+            part[:] = 0
+        _, following, _, table_rows, rows, _, _, drawn, ends, _, _, behind = self._flat
+        table_rows[:], rows[:], drawn[:] = filler, filler, filler
+        ends[:], behind[:] = 1, len(following) - 1
+
+    def fill(self, batch: PrefillBatch, texts: npt.NDArray[np.int32], filler: int) -> None:
+        """Write all of it."""
+        self.blank(filler)
+        tokens, following, positions, table_rows, rows, prefix, starts, *ends = self._flat
+        drawn, lengths, roots, last, behind = ends
+        at = 0
+        for row, start, take in zip(batch.rows, batch.starts, batch.takes, strict=True):
+            span, end = slice(at, at + take), start + take
+            tokens[span] = texts[row, start:end]
+            following[span] = texts[row, start + 1 : end + 1]
+            positions[span] = np.arange(start, end)
+            table_rows[span] = row
+            at += take
+        size = len(batch.rows)
+        rows[:size], prefix[:size] = batch.rows, batch.starts
+        np.cumsum(batch.takes, out=starts[1 : size + 1])
+        starts[size + 1 :] = at
+        (final,) = np.nonzero(batch.finals)
+        drawn[final] = batch.rows[final]
+        lengths[final] = (batch.starts + batch.takes)[final]
+        last[final] = behind[final] = starts[final + 1] - 1
+        roots[final] = tokens[last[final]]
+
+
+class PrefillRound:
+    """A forward of up to `rows` rows of up to `requests` requests. out: [requests, 2] int32, a
+    count and the token drawn; the count is 0 where a prompt is not through. The row state knows of
+    the tokens as well. See `rounds.Round`."""
+
+    def __init__(self, parts: Parts, rows: int, requests: int) -> None:
+        device = parts.table.device
+        self.parts, self.size = parts, rows
+        self.lengths: Tensor | None = None
+        self.block = _Block(rows, requests, device)
+        names = self.block.parts
+        self.tokens, self._following, self.positions, self.table_rows = names[:4]
+        self.requests, self.prefix, self.starts = names[4:7]
+        self.drawn, self.ends, self.roots, self.last, self.behind = names[7:]
+        self.rows = self.drawn
+        self.drawing = Requests(parts, requests, _EVERY_KIND)
+        self.drawing.rows = self.drawn
+        self.acceptance = Acceptance(parts, self.drawing, 1, 0)
+        self.offsets = even_starts(requests, 1, device)
+        self.out = self.acceptance.out
+
+    def load(self, rows: IntArray, tree: TokenTree | None) -> None:
+        """Nothing, as a round is captured; see `fill`."""
+        assert not len(rows)
+        assert tree is None
+        self.block.blank(self.parts.rows.filler)
+        send(self.block.host, self.block.device)
+
+    def fill(self, batch: PrefillBatch, texts: npt.NDArray[np.int32]) -> None:
+        """Give it its chunks. texts: [rows, width], every request's text."""
+        self.block.fill(batch, texts, self.parts.rows.filler)
+        send(self.block.host, self.block.device)
+
+    def __call__(self) -> None:
+        parts, draft = self.parts, self.parts.draft
+        forward = ForwardBatch(
+            tokens=self.tokens,
+            positions=self.positions,
+            slots=parts.table[self.table_rows, self.positions].long(),
+            req_to_token=parts.table,
+            rows=self.requests,
+            prefix_lens=self.prefix,
+            q_starts=self.starts,
+            mask_words=None,
+            max_q_len=self.size,
         )
-    else:
-        hidden = parts.model.forward(chunks.forward, parts.kv)
-    first = None
-    if len(chunks.final):
-        first = _draw_first(parts, chunks, batch.rows[chunks.final], hidden, kind)
-        chunks.following.index_copy_(0, chunks.last, first[:, 1].long())
-    if draft is not None:
-        _follow(parts, draft, chunks, features, batch.rows)
-    return first
+        features = None
+        if draft is not None and draft.model.capture:
+            hidden, features = parts.model.forward_features(forward, parts.kv, draft.model.capture)
+        else:
+            hidden = parts.model.forward(forward, parts.kv)
+        self._draw(hidden)
+        if draft is not None:
+            self._follow(draft, forward, features)
 
+    def _draw(self, hidden: Tensor) -> None:
+        """A round of roots alone whose logits the prompts have given: first tokens take the same
+        path as all others."""
+        state = self.parts.rows.state
+        state.committed.index_copy_(0, self.drawn, self.ends - 1)
+        state.last.index_copy_(0, self.drawn, self.roots)
+        self.drawing.begin()
+        logits = self.parts.model.raw_logits(hidden.index_select(0, self.last))
+        tree = Roots.of(self.drawing.at.last)
+        self.acceptance.accept(tree, logits, self.offsets[:-1])
+        self.acceptance.finish()
+        self._following.index_copy_(0, self.behind, self.acceptance.walked.tokens[:, 0])
 
-def _chunks(parts: Parts, batch: PrefillBatch, texts: npt.NDArray[np.int32]) -> _Chunks:
-    ends = batch.starts + batch.takes
-    (final,) = np.nonzero(batch.finals)
-    spans = list(zip(batch.rows, batch.starts, ends, strict=True))
-    tokens = np.concatenate([texts[row, start:end] for row, start, end in spans])
-    following = np.concatenate([texts[row, start + 1 : end + 1] for row, start, end in spans])
-    positions = np.concatenate([np.arange(start, end) for _, start, end in spans])
-    starts = np.concatenate(([0], np.cumsum(batch.takes)))
-    at = np.repeat(batch.rows, batch.takes)
-    last = starts[1:][final] - 1
-    flat = [
-        tokens, following, positions, at, batch.rows, batch.starts, starts,
-        ends[final], last, tokens[last],
-    ]  # fmt: skip
-    sizes = [len(part) for part in flat]
-    words = on_device(np.concatenate(flat).astype(np.int64), parts.table.device)
-    block = torch.split(words, sizes)
-    forward = ForwardBatch(
-        tokens=block[0],
-        positions=block[2],
-        slots=parts.table[block[3], block[2]].long(),
-        req_to_token=parts.table,
-        rows=block[4],
-        prefix_lens=block[5],
-        q_starts=block[6],
-        mask_words=None,
-        max_q_len=int(batch.takes.max()),
-    )
-    return _Chunks(forward, block[1], final, *block[7:])
-
-
-def _draw_first(
-    parts: Parts,
-    chunks: _Chunks,
-    rows: npt.NDArray[np.int64],
-    hidden: Tensor,
-    kind: RoundKind,
-) -> Tensor:
-    """A round of roots alone whose logits the prompt has given: first tokens take the same path as
-    all others."""
-    requests = Requests(parts, len(rows), replace(kind, forced=False))
-    parts.rows.place(rows, chunks.ends - 1, chunks.roots)
-    requests.rows = on_device(rows, parts.table.device)
-    requests.begin()
-    acceptance = Acceptance(parts, requests, 1, 0)
-    logits = parts.model.raw_logits(hidden.index_select(0, chunks.last))
-    offsets = even_starts(len(rows), 1, parts.table.device)[:-1]
-    acceptance.accept(Roots.of(requests.at.last), logits, offsets)
-    acceptance.finish()
-    return acceptance.out
-
-
-def _follow(
-    parts: Parts,
-    draft: DraftParts,
-    chunks: _Chunks,
-    features: Tensor | None,
-    rows: npt.NDArray[np.int64],
-) -> None:
-    """The draft model over the same rows, and a whole model over the new roots as well."""
-    forward, fused = chunks.forward, None
-    if features is not None:
-        forward = replace(forward, tokens=chunks.following)
-        fused = draft.model.fuse(features)
-    hidden = draft.model.forward(forward, fused, draft.kv)
-    draft.hidden.index_copy_(0, forward.rows, hidden.index_select(0, forward.q_starts[1:] - 1))
-    if features is not None or not len(chunks.final):
-        return
-    at = on_device(rows[chunks.final], parts.table.device)
-    roots = ForwardBatch(
-        tokens=chunks.following.index_select(0, chunks.last),
-        positions=chunks.ends,
-        slots=parts.table[at, chunks.ends].long(),
-        req_to_token=parts.table,
-        rows=at,
-        prefix_lens=chunks.ends,
-        q_starts=even_starts(len(at), 1, parts.table.device),
-        mask_words=torch.ones_like(at),
-        max_q_len=1,
-    )
-    draft.hidden.index_copy_(0, at, draft.model.forward(roots, None, draft.kv))
+    def _follow(self, draft: DraftParts, forward: ForwardBatch, features: Tensor | None) -> None:
+        """The draft model over the same rows, and a whole model over the new roots as well."""
+        model, fused = draft.model, None
+        if features is not None:
+            forward = replace(forward, tokens=self._following[: self.size])
+            fused = model.fuse(features)
+        hidden = model.forward(forward, fused, draft.kv)
+        ends = (self.starts[1:] - 1).clamp(min=0)
+        draft.hidden.index_copy_(0, self.requests, hidden.index_select(0, ends))
+        if features is not None:
+            return
+        # A request whose prompt is not through writes its root in the filler's slots.
+        at = torch.where(self.drawn == self.parts.rows.filler, 0, self.ends)
+        roots = ForwardBatch(
+            tokens=self.acceptance.walked.tokens[:, 0],
+            positions=at,
+            slots=self.parts.table[self.drawn, at].long(),
+            req_to_token=self.parts.table,
+            rows=self.drawn,
+            prefix_lens=at,
+            q_starts=self.offsets,
+            mask_words=torch.ones_like(at),
+            max_q_len=1,
+        )
+        draft.hidden.index_copy_(0, self.drawn, model.forward(roots, None, draft.kv))

@@ -29,7 +29,7 @@ from sgl_spec.engine.batch import (
 )
 from sgl_spec.engine.cuda.costs import DeviceCosts, drafted_rows
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
-from sgl_spec.engine.cuda.prefill import run_prefill
+from sgl_spec.engine.cuda.prefill import REQUESTS, PrefillRound, row_counts
 from sgl_spec.engine.cuda.rounds import DraftParts, HostRound, Parts, RoundKind, TreeRound
 from sgl_spec.engine.cuda.state import DeviceRows
 from sgl_spec.engine.cuda.transfer import Fetched, send
@@ -42,6 +42,8 @@ from sgl_spec.speculative.simulate import SimulatedRule
 from sgl_spec.speculative.tree import TokenTree, accepted_of
 
 BoolArray = npt.NDArray[np.bool_]
+
+MOST_PREFILL_ROWS = 2048  # of a captured forward; larger ones keep the card busy anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ class _Told:
 
 class DeviceWorker(Worker):
     """See the module. rounds: the captured rounds. most_nodes: of a tree, root included. weighs:
-    whether trees that the host makes may be cut by what they cost.
+    whether trees that the host makes may be cut by what they cost. prefill_rows: most prompt tokens
+    of one forward.
     """
 
     defers = True
@@ -81,6 +84,7 @@ class DeviceWorker(Worker):
         rounds: Rounds,
         most_nodes: int,
         weighs: bool = False,
+        prefill_rows: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
@@ -103,6 +107,8 @@ class DeviceWorker(Worker):
         self._length: IntArray = np.zeros(num_rows, dtype=np.int64)  # of the text, as collected
         self._tenancy: IntArray = np.zeros(num_rows, dtype=np.int64)
         self._told: _Told | None = None
+        most = min(prefill_rows, MOST_PREFILL_ROWS)
+        self._prefill_rows = row_counts(most) if rounds.captures else ()
         if weighs and not models_only and rounds.sizes:
             self.costs = DeviceCosts(self._priced_round, rounds.padded, most_nodes)
 
@@ -176,7 +182,8 @@ class DeviceWorker(Worker):
         tokens: list[list[int]] = [[] for _ in range(launched.size)]
         if launched.results is not None:
             packed = launched.results.wait().tolist()
-            for place, (count, *given) in zip(launched.final, packed, strict=False):
+            for place in launched.final:
+                count, *given = packed[place]
                 tokens[place] = given[:count]
             self._keep(launched, tokens)
         if launched.trees is not None:
@@ -219,7 +226,7 @@ class DeviceWorker(Worker):
     def _launch_prefill(self, batch: PrefillBatch) -> Launched:
         (final,) = np.nonzero(batch.finals)
         rows, ends = batch.rows, batch.starts + batch.takes
-        first = run_prefill(self.parts, batch, self.tokens, self._kind(rows))
+        program = self._run_prefill(batch)
         self._length[rows] = ends
         self._placed[rows[final]] = True
         if isinstance(self.drafter, ModelDrafter):
@@ -229,8 +236,29 @@ class DeviceWorker(Worker):
             tenancy=self._tenancy[rows[final]],
             final=final,
             size=len(rows),
-            results=None if first is None else Fetched(first),
+            results=Fetched(program.out[: len(rows)]) if len(final) else None,
             proposed=[0] * len(rows),
+        )
+
+    def _run_prefill(self, batch: PrefillBatch) -> PrefillRound:
+        """By the graph of the next larger forward, or launch by launch if there is none."""
+        total, requests = int(batch.takes.sum()), len(batch.rows)
+        size = next((count for count in self._prefill_rows if count >= total), None)
+        if size is None or requests > REQUESTS:
+            program = PrefillRound(self.parts, total, requests)
+            program.fill(batch, self.tokens)
+            program()
+            return program
+        replayed = self._prefill_round(size)
+        program = replayed.program
+        assert isinstance(program, PrefillRound)
+        program.fill(batch, self.tokens)
+        replayed.run()
+        return program
+
+    def _prefill_round(self, size: int) -> Replayed:
+        return self.rounds.captured(
+            ("prefill", size), lambda: PrefillRound(self.parts, size, REQUESTS)
         )
 
     # --- rounds -----------------------------------------------------------------------------------
@@ -329,6 +357,8 @@ class DeviceWorker(Worker):
     def prepare(self) -> None:
         """Capture what greedy batches need, the largest first, so that all share its memory."""
         kind = RoundKind(forced=self._simulated is not None)
+        for rows in reversed(self._prefill_rows if self._device_rule else ()):
+            self._prefill_round(rows)
         for size in reversed(self.rounds.sizes):
             self._round_of(size, kind, None)
 
