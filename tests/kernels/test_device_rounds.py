@@ -1,7 +1,7 @@
 """Rounds that live on the device, in the interpreter: the same texts as the CPU engine's.
 
-A tiny target, batches that are filled up, prompts in chunks, drafts by a head, by a model and by the
-host. On a GPU `tests/gpu` runs the same with graphs and longer texts.
+A tiny target, batches that are filled up, prompts in chunks, drafts by a head, by a model and by
+the host. On a GPU `tests/gpu` runs the same with graphs and longer texts.
 """
 
 from __future__ import annotations

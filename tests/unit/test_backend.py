@@ -92,4 +92,5 @@ def test_flashinfer(interpreted: bool, installed: set[str]) -> None:
     assert "float16, bfloat16, not float32" in refused("flashinfer", GPU, 128, FP32)
     assert "64, 128, 256, not 80" in refused("flashinfer", GPU, 80, BF16)
     installed.remove("flashinfer")
-    assert "the package flashinfer (pip install .[flashinfer])" in refused("flashinfer", GPU, 128, BF16)
+    missing = refused("flashinfer", GPU, 128, BF16)
+    assert "the package flashinfer (pip install .[flashinfer])" in missing

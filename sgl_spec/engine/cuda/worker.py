@@ -250,11 +250,11 @@ class DeviceWorker(Worker):
             program()
             return program
         replayed = self._prefill_round(size)
-        program = replayed.program
-        assert isinstance(program, PrefillRound)
-        program.fill(batch, self.tokens)
+        captured = replayed.program
+        assert isinstance(captured, PrefillRound)
+        captured.fill(batch, self.tokens)
         replayed.run()
-        return program
+        return captured
 
     def _prefill_round(self, size: int) -> Replayed:
         return self.rounds.captured(
