@@ -127,11 +127,21 @@ def tree_attn(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttnPlan, scale
         folded = folded.transpose(1, 2).reshape(b, kv_heads, -1, head_dim)
         k = _read(keys, group.slots).view(b, -1, kv_heads, head_dim).transpose(1, 2)
         v = _read(values, group.slots).view(b, -1, kv_heads, head_dim).transpose(1, 2)
-        out = F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask, scale=scale)
+        out = _attend(folded, k, v, group.mask, scale)
         out = out.view(b, kv_heads, n, -1, head_dim).transpose(1, 2)
         outputs.append(out.reshape(b * n, -1))
     result = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return result if plan.scatter is None else result.index_select(0, plan.scatter)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """q: [b, heads, rows, d]; k, v: [b, heads, columns, d]; mask: added to the scores."""
+    if q.device.type == "cpu":
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    # On a GPU torch may choose a kernel that faults on masks whose rows are not aligned.
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    scores = scores if mask is None else scores + mask
+    return scores.softmax(-1).to(v.dtype) @ v
 
 
 def _read(cache: Tensor, slots: Tensor | slice) -> Tensor:
