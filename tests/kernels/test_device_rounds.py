@@ -15,6 +15,7 @@ from kernel_runs import INTERPRETED
 from tiny import MIN_VOCAB, make_tiny
 
 from sgl_spec import LLM
+from sgl_spec.engine.batch import DecodeBatch
 from sgl_spec.engine.cuda.worker import DeviceWorker
 
 SHARED = [40, 41, 42, 43, 44, 45, 46]
@@ -67,7 +68,21 @@ def expected(target: Path) -> list[list[int]]:
     return [one.output_ids for one in run(target, MIXED)[1]]
 
 
+@pytest.fixture
+def resting(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Draft models rest in every other round, the first among them: which rounds did not."""
+    drafted: list[bool] = []
+
+    def drafts(worker: DeviceWorker, batch: DecodeBatch) -> bool:
+        drafted.append(len(drafted) % 2 == 1)
+        return drafted[-1] and worker.parts.draft is not None
+
+    monkeypatch.setattr(DeviceWorker, "_drafts", drafts)
+    return drafted
+
+
 @INTERPRETED
+@pytest.mark.usefixtures("resting")
 @pytest.mark.parametrize(
     ("kind", "page"), [("none", 1), ("EAGLE3", 4), ("STANDALONE", 1), ("NGRAM", 4)]
 )
@@ -87,6 +102,6 @@ def test_texts_are_the_cpu_engines(
     assert [one.output_ids for one in done] == expected
     if kind == "STANDALONE":  # the target drafts for itself
         counters = llm.engine.counters
-        assert counters.emitted > 1.5 * counters.verify_ct
+        assert counters.emitted > counters.verify_ct
     assert llm.engine.scheduler.flush()
     assert llm.engine.slots.pages.free_slots == llm.engine.slots.pages.total

@@ -111,6 +111,7 @@ class Requests:
 
     def begin(self) -> None:
         begin_round(self.state, self.rows, self.at)
+        torch.add(self.at.committed, 1, out=self.text)
 
     def cuts(self, logits: Tensor, offsets: Tensor, counts: Tensor, into: _Cuts | None) -> None:
         """What filters keep of the rows of `logits`."""
@@ -231,7 +232,7 @@ class TreeRound:
         self.tree = device_tree(batch, draft.nodes, device)
         self.starts = even_starts(batch, draft.nodes, device)
         self.drafting = _Drafting(parts, draft, self.requests)
-        self.extension = _Extension(parts, draft, self.requests, levels)
+        self.extension = Extension(parts, draft, self.requests, levels)
 
     def load(self, rows: IntArray, tree: TokenTree | None) -> None:
         """Give it its requests; those behind them fill the batch up."""
@@ -308,7 +309,6 @@ class _Drafting:
     def grow(self) -> None:
         """All levels. Afterwards `grown` holds every candidate."""
         mine, steps = self.requests, self.draft.steps
-        torch.add(mine.at.committed, 1, out=mine.text)
         hidden = gather_features(self.draft.hidden, mine.rows)
         for depth in range(1, steps + 1):
             self._expand(hidden, depth)
@@ -368,7 +368,7 @@ class _Drafting:
         return draft.model.forward(batch, features, draft.kv)
 
 
-class _Extension:
+class Extension:
     """Brings the draft's KV up to the accepted text, with one forward of up to `levels` + 1 rows a
     request, of which the last is where the next tree grows from."""
 

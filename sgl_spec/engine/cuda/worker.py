@@ -11,7 +11,7 @@ runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,10 @@ from sgl_spec.engine.batch import (
 from sgl_spec.engine.cuda.costs import DeviceCosts, drafted_rows
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
 from sgl_spec.engine.cuda.prefill import REQUESTS, PrefillRound, row_counts
+from sgl_spec.engine.cuda.rest import Resting, RestRound
 from sgl_spec.engine.cuda.rounds import DraftParts, HostRound, Parts, RoundKind, TreeRound
 from sgl_spec.engine.cuda.state import DeviceRows
+from sgl_spec.engine.cuda.timing import Stopwatch, timed
 from sgl_spec.engine.cuda.transfer import Fetched, send
 from sgl_spec.engine.req import Req
 from sgl_spec.engine.worker import Worker
@@ -49,7 +51,8 @@ MOST_PREFILL_ROWS = 2048  # of a captured forward; larger ones keep the card bus
 @dataclass(frozen=True, slots=True)
 class _Running(Launched):
     """Work on the device. rows: [B] those it gives tokens to; tenancy: [B] whose they were. final:
-    [B] where in the batch they stand, of `size`. trees: what the host made, with its batch."""
+    [B] where in the batch they stand, of `size`. trees: what the host made, with its batch. forced:
+    whether accept lengths were given. drafted: whether a model drafted. watch: the time of it."""
 
     rows: IntArray
     tenancy: IntArray
@@ -59,6 +62,8 @@ class _Running(Launched):
     proposed: list[int]
     trees: tuple[DraftBatch, TokenTree] | None = None
     forced: bool = False
+    drafted: bool = False
+    watch: Stopwatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,9 @@ class DeviceWorker(Worker):
         self._told: _Told | None = None
         most = min(prefill_rows, MOST_PREFILL_ROWS)
         self._prefill_rows = row_counts(most) if rounds.captures else ()
+        self._resting: Resting | None = None
+        if weighs and isinstance(self.drafter, ModelDrafter) and rounds.sizes:
+            self._resting = Resting(self.drafter.economy)
         if weighs and not models_only and rounds.sizes:
             self.costs = DeviceCosts(self._priced_round, rounds.padded, most_nodes)
 
@@ -188,6 +196,14 @@ class DeviceWorker(Worker):
             self._keep(launched, tokens)
         if launched.trees is not None:
             self._told = _Told(*launched.trees, tokens)
+        if self._resting is not None and launched.watch is not None:
+            self._resting.note(
+                self.rounds.padded(launched.size),
+                launched.size,
+                sum(map(len, tokens)),
+                launched.watch.ms(),
+                drafted=launched.drafted,
+            )
         if launched.forced and self._simulated is not None:
             self._simulated.note(torch.tensor([len(given) for given in tokens]))
         return StepOutput(tokens=tokens, proposed=launched.proposed)
@@ -268,31 +284,44 @@ class DeviceWorker(Worker):
         self._place(rows[~self._placed[rows]])
         trees = self._host_trees(batch)
         tree = None if trees is None else trees[1]
-        replayed = self._round_of(size, self._kind(rows), tree)
+        drafts = self._drafts(batch)
+        replayed = self._round_of(size, self._kind(rows), tree, drafts=drafts)
         program = replayed.program
         program.load(rows, tree)
         forced = program.lengths is not None
         if program.lengths is not None:
             assert self._simulated is not None
             send(self._simulated.lengths(size), program.lengths[:size])
+        watch = None if self._resting is None else Stopwatch.started()
         replayed.run()
+        if watch is not None:
+            watch.stop()
         return _Running(
             rows=rows,
             tenancy=self._tenancy[rows],
             final=np.arange(size),
             size=size,
             results=Fetched(program.out[:size]),
-            proposed=self._proposed(batch, tree),
+            proposed=self._proposed(batch, tree, drafts=drafts),
             trees=trees,
             forced=forced,
+            drafted=drafts,
+            watch=watch,
         )
 
-    def _proposed(self, batch: DecodeBatch, tree: TokenTree | None) -> list[int]:
+    def _drafts(self, batch: DecodeBatch) -> bool:
+        """Whether the draft model drafts in this round, or only follows."""
+        if self.parts.draft is None or not (batch.max_nodes > 1).any():
+            return False
+        padded = self.rounds.padded(len(batch.rows))
+        return self._resting is None or self._resting.drafts(padded)
+
+    def _proposed(self, batch: DecodeBatch, tree: TokenTree | None, *, drafts: bool) -> list[int]:
         """Draft tokens verified: of trees that the device grows, as many as they may have."""
         if tree is not None:
             counts: list[int] = (tree.num_nodes - 1).tolist()
             return counts
-        if self.parts.draft is None:
+        if self.parts.draft is None or not drafts:
             return [0] * len(batch.rows)
         most = np.minimum(batch.max_nodes, self.parts.draft.nodes) - 1
         return [int(n) for n in most]
@@ -326,12 +355,12 @@ class DeviceWorker(Worker):
             forced=self._simulated is not None,
         )
 
-    def _round_of(self, size: int, kind: RoundKind, tree: TokenTree | None) -> Replayed:
+    def _round_of(
+        self, size: int, kind: RoundKind, tree: TokenTree | None, *, drafts: bool
+    ) -> Replayed:
         padded, draft = self.rounds.padded(size), self.parts.draft
         if draft is not None:
-            return self.rounds.get(
-                ("tree", padded, kind), padded, lambda: TreeRound(self.parts, padded, kind)
-            )
+            return self._model_round(padded, kind, drafts=drafts)
         nodes, total = 1, padded
         if tree is not None and tree.width > 1:
             drafted = int(tree.num_nodes.sum()) - size
@@ -340,6 +369,12 @@ class DeviceWorker(Worker):
                 drafted = next(count for count in sizes if count >= drafted)
             nodes, total = self.most_nodes, padded + drafted
         return self._host_round(padded, kind, total, nodes)
+
+    def _model_round(self, padded: int, kind: RoundKind, *, drafts: bool) -> Replayed:
+        made = TreeRound if drafts else RestRound
+        kind = kind if drafts else replace(kind, forced=False)
+        key = ("tree" if drafts else "rest", padded, kind)
+        return self.rounds.get(key, padded, lambda: made(self.parts, padded, kind))
 
     def _host_round(self, padded: int, kind: RoundKind, total: int, nodes: int) -> Replayed:
         return self.rounds.get(
@@ -360,7 +395,9 @@ class DeviceWorker(Worker):
         for rows in reversed(self._prefill_rows if self._device_rule else ()):
             self._prefill_round(rows)
         for size in reversed(self.rounds.sizes):
-            self._round_of(size, kind, None)
+            self._round_of(size, kind, None, drafts=self.parts.draft is not None)
+            if self._resting is not None:
+                self._resting.know(size, timed(self._model_round(size, kind, drafts=False)))
 
 
 def _is_simple(req: Req) -> bool:

@@ -1,0 +1,49 @@
+"""How long rounds take on the device, without waiting for those that run."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sgl_spec.engine.cuda.graphs import Replayed
+
+_RUNS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """GPU time between two places in the stream."""
+
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+    @classmethod
+    def started(cls) -> Stopwatch:
+        """Starts when the device comes to it."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        return cls(start, end)
+
+    def stop(self) -> None:
+        """Likewise."""
+        self.end.record()
+
+    def ms(self) -> float:
+        """Waits until the device came to the end."""
+        self.end.synchronize()
+        return float(self.start.elapsed_time(self.end))
+
+
+def timed(round_: Replayed) -> float:
+    """Milliseconds of a round without requests, the median of a few."""
+    round_.program.load(np.zeros(0, dtype=np.int64), None)
+    times = []
+    for _ in range(_RUNS):
+        watch = Stopwatch.started()
+        round_.run()
+        watch.stop()
+        times.append(watch.ms())
+    return statistics.median(times)
