@@ -61,7 +61,7 @@ def _device(engine: Engine, recorder: Recorder) -> Iterator[Replacement]:
     methods: list[tuple[Any, str, str]] = [
         (rounds.Acceptance, "accept", "sample and follow"),
         (rounds._Drafting, "grow", "draft steps"),
-        (rounds._Extension, "extend", "draft extend"),
+        (rounds.Extension, "extend", "draft extend"),
         (rounds.Requests, "begin", "row state"),
         (rounds.Acceptance, "finish", "row state"),
     ]
