@@ -25,38 +25,11 @@ from heads import (
 )
 from tiny import make_tiny
 
-from sgl_spec.errors import ConfigError, SglSpecError
+from sgl_spec.errors import ConfigError
 from sgl_spec.models.checkpoint import resolve_draft, resolve_token_map
 from sgl_spec.models.decoder import Decoder
-from sgl_spec.models.draft import DraftModel
 from sgl_spec.models.draft_loader import load_draft
 from sgl_spec.models.loader import load_model
-
-
-@pytest.fixture(scope="module")
-def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("target"), layers=4, hidden=32)
-
-
-@pytest.fixture(scope="module")
-def target(target_dir: Path) -> Decoder:
-    return load_model(target_dir)
-
-
-@pytest.fixture
-def refuses(target: Decoder, target_dir: Path) -> Callable[..., None]:
-    def check(algorithm: str, directory: Path, *named: str, **options: Any) -> None:
-        with pytest.raises(SglSpecError) as refusal:
-            load_draft(algorithm, directory, target, tokenizer_dir=target_dir, **options)
-        for part in named:
-            assert part in refusal.value.message
-
-    return check
-
-
-def load(algorithm: str, directory: Path, target: Decoder, target_dir: Path) -> DraftModel:
-    return load_draft(algorithm, directory, target, tokenizer_dir=target_dir)
-
 
 # --- tensors ---
 
@@ -139,7 +112,7 @@ def test_a_null_draft_vocabulary_uses_the_targets_head(
     head = make_eagle3(tmp_path, target_dir, draft_vocab_size=None)
     edit(head, lm_head__weight=torch.zeros(512, 32))  # published beside null: nobody reads it
     rows = noise(torch.Generator().manual_seed(1), 2, 32)
-    assert load("EAGLE3", head, target, target_dir).logits(rows).std() > 0.01
+    assert load_draft("EAGLE3", head, target, tokenizer_dir=target_dir).logits(rows).std() > 0.01
 
 
 # --- configs ---
@@ -228,18 +201,18 @@ def test_guessed_layers_are_logged_loudly(
     refuses: Callable[..., None],
 ) -> None:
     head = make_eagle3(tmp_path / "head", target_dir)
-    assert load("EAGLE3", head, target, target_dir).capture == (1, 2, 3)
+    assert load_draft("EAGLE3", head, target, tokenizer_dir=target_dir).capture == (1, 2, 3)
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
     edit_config(head, eagle_config=DROP)
-    assert load("EAGLE3", head, target, target_dir).capture == (2, 2, 1)
+    assert load_draft("EAGLE3", head, target, tokenizer_dir=target_dir).capture == (2, 2, 1)
     (warning,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert "GUESSING the inputs of layers 2, 2, 1" in warning.getMessage()
     edit_config(head, eagle_aux_hidden_state_layer_ids=[3, 0, 1])  # beside eagle_config: inputs
-    assert load("EAGLE3", head, target, target_dir).capture == (3, 0, 1)
+    assert load_draft("EAGLE3", head, target, tokenizer_dir=target_dir).capture == (3, 0, 1)
     small_dir = make_tiny(tmp_path / "small", hidden=32)
     edit_config(head, eagle_aux_hidden_state_layer_ids=DROP)
     with pytest.raises(ConfigError, match=r"layer_ids = 'absent'.*layers 0 to 1 of the target"):
-        load("EAGLE3", head, load_model(small_dir), small_dir)
+        load_draft("EAGLE3", head, load_model(small_dir), tokenizer_dir=small_dir)
 
 
 # --- kinds ---

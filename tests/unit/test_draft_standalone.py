@@ -14,36 +14,9 @@ from model_runs import Piece, Run
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny
 
-from sgl_spec.errors import SglSpecError
 from sgl_spec.models.decoder import Decoder
-from sgl_spec.models.draft import DraftModel
 from sgl_spec.models.draft_loader import load_draft
 from sgl_spec.models.loader import load_model
-
-
-@pytest.fixture(scope="module")
-def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("target"), layers=4, hidden=32)
-
-
-@pytest.fixture(scope="module")
-def target(target_dir: Path) -> Decoder:
-    return load_model(target_dir)
-
-
-@pytest.fixture
-def refuses(target: Decoder, target_dir: Path) -> Callable[..., None]:
-    def check(algorithm: str, directory: Path, *named: str, **options: Any) -> None:
-        with pytest.raises(SglSpecError) as refusal:
-            load_draft(algorithm, directory, target, tokenizer_dir=target_dir, **options)
-        for part in named:
-            assert part in refusal.value.message
-
-    return check
-
-
-def load(algorithm: str, directory: Path, target: Decoder, target_dir: Path) -> DraftModel:
-    return load_draft(algorithm, directory, target, tokenizer_dir=target_dir)
 
 
 def draft_of(directory: Path, **changes: Any) -> Path:
@@ -53,7 +26,10 @@ def draft_of(directory: Path, **changes: Any) -> Path:
 
 def test_a_whole_model_drafts(tmp_path: Path, target: Decoder, target_dir: Path) -> None:
     directory = draft_of(tmp_path)
-    model, alone = load("STANDALONE", directory, target, target_dir), load_model(directory)
+    model, alone = (
+        load_draft("STANDALONE", directory, target, tokenizer_dir=target_dir),
+        load_model(directory),
+    )
     assert (model.capture, model.token_ids, model.width, model.logit_width) == ((), None, 48, 512)
     ids = list(range(7, 60))
     run = Run(alone, 1, 60)
@@ -77,7 +53,7 @@ def test_vocabularies_may_differ_by_padding(rows: int, tmp_path: Path) -> None:
     target_dir = padded(make_tiny(tmp_path / "target", hidden=32), 576)
     target = load_model(target_dir)
     directory = padded(make_tiny(tmp_path / "draft", hidden=48, heads=3, kv_heads=3), rows)
-    model = load("STANDALONE", directory, target, target_dir)
+    model = load_draft("STANDALONE", directory, target, tokenizer_dir=target_dir)
     assert model.logit_width == 512
     run = Run(load_model(directory), 1, 8)
     batch = run._batch([Piece(0, 0, [5, 575, 511])])  # 575: padding that a client may send

@@ -158,6 +158,8 @@ def test_keep_nodes_renumbers_parents() -> None:
 def test_cost_between_below_and_beyond_the_measured_counts() -> None:
     table = CostTable(rows=(2, 4, 8), ms=(10.0, 20.0, 24.0), fixed=1.0)
     assert [table.cost(n) for n in (1, 2, 3, 4, 6, 8, 10)] == [11, 11, 16, 21, 23, 25, 27]
+    steps = CostTable(rows=(2, 4, 8), ms=(10.0, 20.0, 24.0), steps=True)
+    assert [steps.cost(n) for n in (1, 2, 3, 4, 5, 8, 10)] == [10, 10, 20, 20, 24, 24, 26]
     noisy = CostTable(rows=(2, 4), ms=(10.0, 9.0))
     assert noisy.cost(20) == 9.0  # a falling last slope is noise, not a gift
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_spec.speculative.prune import path_scores
+from sgl_spec.speculative.array_tree import ArrayTree
+from sgl_spec.speculative.prune import keep_nodes
 from sgl_spec.speculative.tree import MAX_TREE_NODES, TokenTree, accepted_of, root_only
 
 VOCAB = 1000
@@ -47,14 +48,15 @@ def ancestors(tree: TokenTree, i: int, node: int) -> list[int]:
 @settings(max_examples=60, deadline=None)
 @given(trees())
 def test_depths_words_and_scores_agree_with_walking_up(tree: TokenTree) -> None:
-    depths, words, scores = tree.depths(), tree.ancestor_words(), path_scores(tree)
+    depths, words, arrays = tree.depths(), tree.ancestor_words(), ArrayTree.of(tree)
     for i in range(tree.batch):
         for node in range(int(tree.num_nodes[i])):
             chain = ancestors(tree, i, node)
             assert depths[i, node] == len(chain) - 1
             assert int(words[i, node]) % 2**64 == sum(1 << j for j in chain)
-            assert scores[0][i, node] == tree.scores[i, chain].min()
-            assert scores[1][i, node] == depths[i, node]
+            assert arrays.scores[i, node] == tree.scores[i, chain].min()
+            assert arrays.depths[i, node] == depths[i, node]
+            assert arrays.words()[i, node] == words[i, node]
     tree.validate(VOCAB)
 
 
@@ -69,9 +71,29 @@ def test_a_score_above_its_parents_counts_as_its_parents() -> None:
     parents = torch.tensor([[-1, 0, 1, 2]])
     scores = torch.tensor([[1.0, 0.2, 0.9, 0.1]])
     tree = TokenTree(torch.arange(4)[None], parents, torch.tensor([4]), scores)
-    capped, depths = path_scores(tree)
-    assert capped.tolist() == scores.new_tensor([[1.0, 0.2, 0.2, 0.1]]).tolist()
-    assert depths.tolist() == [[0, 1, 2, 3]]
+    arrays = ArrayTree.of(tree)
+    assert arrays.scores.tolist() == scores.new_tensor([[1.0, 0.2, 0.2, 0.1]]).tolist()
+    assert arrays.depths.tolist() == [[0, 1, 2, 3]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees(), st.integers(0, 2**64 - 1))
+def test_arrays_keep_nodes_as_tensors_do(tree: TokenTree, bits: int) -> None:
+    chosen = torch.tensor([bits >> i & 1 for i in range(tree.width)], dtype=torch.bool)
+    mask = tree.used() & chosen
+    mask[:, 0] = True
+    words = tree.ancestor_words()
+    wanted = (mask.long() << torch.arange(tree.width)).sum(1)
+    mask &= words & ~wanted[:, None] == 0  # nodes whose ancestors are all wanted
+    kept, arrays = keep_nodes(tree, mask), ArrayTree.of(tree).keep(mask.numpy())
+    back = arrays.tensors()
+    back.validate(VOCAB)
+    assert back.num_nodes.equal(kept.num_nodes)
+    assert arrays.drafts == int(kept.num_nodes.sum()) - tree.batch
+    used = back.used()
+    for mine, theirs in ((back.tokens, kept.tokens), (back.parents, kept.parents)):
+        assert mine[used].equal(theirs[:, : back.width][used])
+    assert torch.from_numpy(arrays.depths)[used].equal(kept.depths()[:, : back.width][used])
 
 
 def test_used_counts_the_nodes() -> None:
