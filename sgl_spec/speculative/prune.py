@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from sgl_spec.layers.transfer import on_device
+from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.tree import TokenTree
 
 FloatArray = npt.NDArray[np.floating]
-IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,14 @@ class CostTable:
 
     rows: rising row counts. ms: measured forward time at each, milliseconds. fixed: milliseconds
     that every round costs besides the forward. Between the counts the time is interpolated
-    linearly, below the first it is the first, beyond the last it goes on with the last slope.
+    linearly, or, with `steps`, it is that of the next count, because rounds are filled up to it.
+    Below the first it is the first, beyond the last it goes on with the last slope.
     """
 
     rows: tuple[int, ...]
     ms: tuple[float, ...]
     fixed: float = 0.0
+    steps: bool = False
 
     def __post_init__(self) -> None:
         rising = all(a < b for a, b in zip(self.rows, self.rows[1:], strict=False))
@@ -47,7 +50,11 @@ class CostTable:
     def costs(self, first: int, last: int) -> FloatArray:
         """Milliseconds of rounds of first, first + 1, ... last rows."""
         counts = np.arange(first, last + 1)
-        times = np.interp(counts, self.rows, self.ms)
+        if self.steps:
+            filled = np.searchsorted(self.rows, counts).clip(max=len(self.rows) - 1)
+            times = np.asarray(self.ms).take(filled)
+        else:
+            times = np.interp(counts, self.rows, self.ms)
         if last > self.rows[-1] and len(self.rows) > 1:
             slope = (self.ms[-1] - self.ms[-2]) / (self.rows[-1] - self.rows[-2])
             times += max(slope, 0.0) * np.maximum(counts - self.rows[-1], 0)
@@ -59,6 +66,16 @@ MIN_GAIN = 0.08
 forward, and measured times and estimated chances are only nearly right."""
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is worth verifying. keep: [B, N], the nodes. rate: expected tokens of the batch per
+    millisecond with them; plain: with the roots alone."""
+
+    keep: BoolArray
+    rate: float
+    plain: float
+
+
 def prune(tree: TokenTree, table: CostTable, min_gain: float = 0.0) -> TokenTree:
     """The part of a batch of trees that is worth verifying; without scores, all of it."""
     if tree.scores is None:
@@ -67,44 +84,37 @@ def prune(tree: TokenTree, table: CostTable, min_gain: float = 0.0) -> TokenTree
 
 
 def choose_nodes(tree: TokenTree, table: CostTable, min_gain: float = 0.0) -> Tensor:
-    """[B, N] bool: the nodes whose verification maximises expected tokens per millisecond.
+    """[B, N] bool: the nodes whose verification maximises expected tokens per millisecond; see
+    `choose`."""
+    return on_device(choose(ArrayTree.of(tree), table, min_gain).keep, tree.tokens.device)
+
+
+def choose(tree: ArrayTree, table: CostTable, min_gain: float = 0.0) -> Choice:
+    """The nodes whose verification maximises expected tokens per millisecond.
 
     Nodes are taken over the whole batch by falling score; among equals the shallower, then the
-    lower index first. A score above its parent's counts as its parent's, so that ancestors come
-    first. Of equally good choices the largest is taken; one that promises less than `min_gain`
-    over the bare roots is not. Roots are always kept.
+    lower index first. A score counts as its parent's at most, so ancestors come first. Of equally
+    good choices the largest is taken; one that promises less than `min_gain` over the bare roots is
+    not. Roots are always kept.
     """
-    drafted = tree.used().numpy(force=True).copy()
+    assert tree.scores is not None
+    drafted = tree.used()
     drafted[:, 0] = False
     flat = np.flatnonzero(drafted)
-    scores, depths = (each.take(flat) for each in path_scores(tree))
-    gains = scores.astype(np.float64)
-    order = np.lexsort((flat % tree.width, depths, -gains))
-    emitted = tree.batch + np.concatenate(([0.0], np.cumsum(gains[order])))
+    gains = tree.scores.take(flat).astype(np.float64)
+    order = np.lexsort((flat % tree.width, tree.depths.take(flat), -gains))
+    emitted = np.empty(flat.size + 1)
+    emitted[0] = tree.batch
+    np.cumsum(gains.take(order), out=emitted[1:])
+    emitted[1:] += tree.batch
     rate = emitted / table.costs(tree.batch, tree.batch + flat.size)
-    count = flat.size - int(np.argmax(rate[::-1]))  # the last of equal maxima
+    count = flat.size - int(rate[::-1].argmax())  # the last of equal maxima
     if rate[count] < rate[0] * (1 + min_gain):
         count = 0
     keep = np.zeros_like(drafted)
     keep[:, 0] = True
-    keep.reshape(-1)[flat[order[:count]]] = True
-    return on_device(keep, tree.tokens.device)
-
-
-def path_scores(tree: TokenTree) -> tuple[FloatArray, IntArray]:
-    """[B, N] the smallest score on a node's path, which is its own if scores fall, and depths. By
-    links of doubling length, in NumPy because its calls are short: a GPU waits for this."""
-    assert tree.scores is not None
-    scores, drafted = tree.scores.numpy(force=True), tree.used().numpy(force=True).copy()
-    drafted[:, 0] = False
-    starts = np.arange(0, drafted.size, tree.width)[:, None]
-    link = np.where(drafted, tree.parents.numpy(force=True), 0) + starts
-    depth = drafted.astype(np.int64)
-    for _ in range((tree.width - 1).bit_length()):
-        scores = np.minimum(scores, scores.take(link))
-        depth = depth + depth.take(link)
-        link = link.take(link)
-    return scores, depth
+    keep.reshape(-1)[flat.take(order[:count])] = True
+    return Choice(keep, float(rate[count]), float(rate[0]))
 
 
 def keep_nodes(tree: TokenTree, mask: Tensor) -> TokenTree:
