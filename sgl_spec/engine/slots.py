@@ -26,6 +26,8 @@ from sgl_spec.engine.policy import Need, PoolCounts
 from sgl_spec.engine.prefix_cache import PrefixCache, Tokens
 from sgl_spec.engine.req import Req
 
+GROW_AHEAD = 32  # tokens
+
 
 class SlotManager:
     """Owns the slot table, the page allocator and the prefix cache.
@@ -117,10 +119,12 @@ class SlotManager:
         self.grow_all([req], [self.shortfall(req, tokens)])
 
     def grow_all(self, reqs: Sequence[Req], missing: Sequence[int]) -> None:
-        """Give requests what they lack, as `shortfall` tells it."""
-        total = sum(missing)
-        if not total:
+        """Give requests what they lack, as `shortfall` tells it, and those that lack something a
+        little more where slots are plenty."""
+        if not any(missing):
             return
+        missing = self._with_ahead(reqs, missing)
+        total = sum(missing)
         roomy = self.make_room(total)
         assert roomy, "growth was not checked against the pool"
         slots, used = self.pages.alloc(total), 0
@@ -130,6 +134,17 @@ class SlotManager:
                 self.table.write(held.row, held.allocated_len, slots[used : used + more])
                 held.allocated_len += more
                 used += more
+
+    def _with_ahead(self, reqs: Sequence[Req], missing: Sequence[int]) -> Sequence[int]:
+        """Slots for the next rounds too, if the table has a copy on a device: it is then sent some
+        once in a while and not in every round."""
+        most = self.pages.free_slots - sum(missing)
+        if not self.table.mirrored or most < 2 * len(reqs) * (GROW_AHEAD + self.page_size):
+            return missing
+        return [
+            self.shortfall(req, req.held.allocated_len + more + GROW_AHEAD) if more else 0
+            for req, more in zip(reqs, missing, strict=True)
+        ]
 
     def need(self, req: Req, reserve: int) -> Need:
         """A running request's claim, for the policy."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from sgl_spec.engine.kv_pool import SlotTable
+from sgl_spec.engine.req import make_req
+from sgl_spec.engine.slots import GROW_AHEAD, SlotManager
+from sgl_spec.request import SamplingParams, TokenizedRequest
 
 ROWS, WIDTH, SLOTS, SCRATCH = 5, 300, 1000, 8
 
@@ -67,3 +71,24 @@ def test_the_same_slots_again_are_not_sent() -> None:
     table.write(0, 0, slots)
     table.sync()
     assert (table.device[0] != -1).nonzero().flatten().tolist() == [40]
+
+
+@pytest.mark.parametrize(("pool", "least", "most"), [(4096, 1, 3), (90, 20, 64)])
+def test_a_device_is_sent_slots_once_in_a_while_where_they_are_plenty(
+    pool: int, least: int, most: int
+) -> None:
+    """64 rounds of a token each; a pool that is nearly full gives every slot by itself."""
+    slots = SlotManager(
+        num_slots=pool, page_size=1, num_rows=2, width=200, use_cache=False, scratch=8
+    )
+    asked = TokenizedRequest(rid="r", input_ids=[1, 2, 3], sampling=SamplingParams(seed=0))
+    req = make_req(asked, (), None)
+    slots.pin_prefix(req)
+    slots.open(req, 10)
+    sent, before = 0, req.held.allocated_len
+    for tokens in range(11, 75):
+        slots.grow_all([req], [slots.shortfall(req, tokens)])
+        assert req.held.allocated_len >= tokens
+        sent, before = sent + (req.held.allocated_len > before), req.held.allocated_len
+    assert least <= sent <= most, (sent, GROW_AHEAD)
+    slots.check([req])
