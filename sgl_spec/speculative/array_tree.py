@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sgl_spec.speculative.tree import TokenTree
+from sgl_spec.speculative.tree import AcceptResult, TokenTree
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -124,6 +124,27 @@ class ArrayTree:
             torch.from_numpy(self.num_nodes),
             scores,
         )
+
+
+def accepted_of(tree: ArrayTree, emitted: list[list[int]], counts: list[int]) -> AcceptResult:
+    """The result of a round of which only the emitted tokens are known: siblings are distinct, so
+    tokens name a path. emitted: per request. counts: how many of them were kept."""
+    width = max(1, *map(len, emitted))
+    tokens = np.array([given + [0] * (width - len(given)) for given in emitted])
+    path = np.zeros_like(tokens)
+    lengths = np.array([len(given) for given in emitted])
+    (alive,) = np.nonzero(lengths > 1)
+    inner = tree.used()
+    inner[:, 0] = False
+    for step in range(1, width):
+        going = np.flatnonzero(lengths.take(alive) > step)
+        alive = alive.take(going)
+        node = path[alive, step - 1]
+        found = tree.parents.take(alive, axis=0) == node[:, None]
+        found &= tree.tokens.take(alive, axis=0) == tokens[alive, step - 1][:, None]
+        found &= inner.take(alive, axis=0)
+        path[alive, step] = found.argmax(axis=1)
+    return AcceptResult(torch.from_numpy(tokens), torch.from_numpy(path), torch.tensor(counts))
 
 
 def _links(parents: IntArray, num_nodes: IntArray) -> IntArray:

@@ -127,6 +127,7 @@ class NgramDrafter:
         self._round = 0
         self._in_vain = 0  # proposals in a row of which nothing was verified
         self._rest = 0  # rounds to go without a proposal
+        self._asked = False  # for the trees of the round that is observed next
         self._owed = np.zeros(num_rows, np.int64)  # length of a text whose end is not yet given
         self._texts: Ints32 | None = None  # where the owed texts stand
         self._put_off = _PutOff()
@@ -147,16 +148,33 @@ class NgramDrafter:
 
     def propose(self, batch: DraftBatch) -> TokenTree:
         """See `Drafter`."""
+        self._asked = True
         if self._rest:
             return root_only(torch.from_numpy(batch.roots()))
+        rows, texts = batch.rows, self._texts_of(batch)
+        draft = self._builder.build(texts)
+        self._put_off.draft = rows, draft
+        self._suffixes[rows] = draft.suffixes
+        in_log = (texts.tails >= 0) & (texts.logged == texts.lengths)
+        self._suffixes_at[rows[in_log]] = self.trie.log.clock
+        self._note_probes(rows[texts.probes & (draft.num_nodes > 1)])
+        self._totals.proposed += int((batch.max_nodes > 1).sum())
+        self._totals.matched += int((draft.num_nodes > 1).sum())
+        return _tree(draft)
+
+    def look(self, batch: DraftBatch) -> TokenTree:
+        """See `Looks`. Who looks asks for proposals only where there is something, so a rest
+        ends."""
+        self._in_vain = self._rest = 0
+        return _tree(self._builder.build(self._texts_of(batch)))
+
+    def _texts_of(self, batch: DraftBatch) -> Texts:
+        """What the trees of a batch continue."""
         rows = batch.rows
         windows, known = self._windows(batch.tokens, rows, batch.lengths - 1, -1)
         given = self._given[rows]
-        unlogged = batch.lengths - given
-        in_log = ~self._queue.queued[rows] & (given > 0)
-        begun = in_log & (unlogged >= 0)
-        in_log &= unlogged == 0
-        texts = Texts(
+        begun = ~self._queue.queued[rows] & (given > 0) & (given <= batch.lengths)
+        return Texts(
             rows=rows,
             windows=windows,
             known=known,
@@ -167,26 +185,15 @@ class NgramDrafter:
             max_nodes=batch.max_nodes,
             probes=self._due_probes(batch),
         )
-        draft = self._builder.build(texts)
-        self._put_off.draft = rows, draft
-        self._suffixes[rows] = draft.suffixes
-        self._suffixes_at[rows[in_log]] = self.trie.log.clock
-        self._note_probes(rows[texts.probes & (draft.num_nodes > 1)])
-        self._totals.proposed += int((batch.max_nodes > 1).sum())
-        self._totals.matched += int((draft.num_nodes > 1).sum())
-        return TokenTree(
-            tokens=torch.from_numpy(draft.tokens),
-            parents=torch.from_numpy(draft.parents),
-            num_nodes=torch.from_numpy(draft.num_nodes),
-            scores=torch.from_numpy(draft.scores.astype(np.float32)),
-        )
 
     def observe(self, batch: DraftBatch, tree: TokenTree, accepted: AcceptResult) -> None:
         """See `Drafter`. `settle` learns from the verified nodes and inserts the new tokens."""
         self.settle()
         if tree.width > 1:
             self._put_off.outcome = batch.rows, tree, accepted
-        self._plan_rest(tree.width > 1)
+        if self._asked:
+            self._plan_rest(tree.width > 1)
+            self._asked = False
         ends = batch.lengths + accepted.counts.numpy(force=True)
         self._owed[batch.rows], self._texts = ends, batch.tokens
         if self._queue.pending or not self._rest:
@@ -221,6 +228,7 @@ class NgramDrafter:
             self._forget(row)
         self._queue.clear()
         self._in_vain = self._rest = 0
+        self._asked = False
         self._texts, self._put_off = None, _PutOff()
         self._fresh_prompt = False
         self._totals = _Totals()
@@ -355,6 +363,15 @@ class NgramDrafter:
         else:
             self._queue.add(row, text, given, int(self._tails[row]))
         self._given[row] = text.size
+
+
+def _tree(draft: Draft) -> TokenTree:
+    return TokenTree(
+        tokens=torch.from_numpy(draft.tokens),
+        parents=torch.from_numpy(draft.parents),
+        num_nodes=torch.from_numpy(draft.num_nodes),
+        scores=torch.from_numpy(draft.scores.astype(np.float32)),
+    )
 
 
 def build(context: DrafterContext) -> Drafter:

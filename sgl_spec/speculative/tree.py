@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -228,18 +227,3 @@ class AcceptResult:
     def on_host(self) -> AcceptResult:
         """The same on the CPU: this waits for the device."""
         return AcceptResult(self.tokens.cpu(), self.path.cpu(), self.counts.cpu())
-
-
-def accepted_of(tree: TokenTree, emitted: list[list[int]], counts: list[int]) -> AcceptResult:
-    """The result of a round of which only the emitted tokens are known, on the host: siblings are
-    distinct, so tokens name a path. emitted: per request. counts: how many of them were kept."""
-    width = max(1, *map(len, emitted))
-    tokens = np.array([given + [0] * (width - len(given)) for given in emitted])
-    nodes, parents = tree.tokens.numpy(), tree.parents.numpy()
-    inner = tree.used().numpy() & (np.arange(tree.width) > 0)
-    lengths = np.array([len(given) for given in emitted])
-    path = np.zeros_like(tokens)
-    for step in range(1, width):
-        next_one = (parents == path[:, step - 1 : step]) & (nodes == tokens[:, step - 1 : step])
-        path[:, step] = np.argmax(next_one & inner, axis=1) * (lengths > step)
-    return AcceptResult(torch.from_numpy(tokens), torch.from_numpy(path), torch.tensor(counts))

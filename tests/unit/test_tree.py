@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_spec.speculative.array_tree import ArrayTree
+from sgl_spec.speculative.array_tree import ArrayTree, accepted_of
 from sgl_spec.speculative.prune import keep_nodes
-from sgl_spec.speculative.tree import MAX_TREE_NODES, TokenTree, accepted_of, root_only
+from sgl_spec.speculative.tree import MAX_TREE_NODES, TokenTree, root_only
 
 VOCAB = 1000
 
@@ -157,12 +157,12 @@ def test_validate_names_the_broken_rule(field: str, value: list[object], rule: s
 
 def test_tokens_name_the_path_that_emitted_them() -> None:
     """Also where a cousin or an unused entry has the same token, and where a stop cut the round."""
-    accepted = accepted_of(valid(), [[1, 1, 1], [7]], [2, 1])
+    accepted = accepted_of(ArrayTree.of(valid()), [[1, 1, 1], [7]], [2, 1])
     assert accepted.path[:, 0].tolist() == [0, 0]
     assert accepted.path[0].tolist() == [0, 1, 3]
     assert accepted.tokens[0].tolist() == [1, 1, 1]
     assert accepted.tokens[1, 0] == 7
     assert accepted.counts.tolist() == [2, 1]
-    accepted = accepted_of(valid(), [[2, 5], [4]], [0, 1])
+    accepted = accepted_of(ArrayTree.of(valid()), [[2, 5], [4]], [0, 1])
     assert accepted.path[0, :2].tolist() == [0, 2]
     assert accepted.counts.tolist() == [0, 1]

@@ -1,66 +1,130 @@
-"""What rounds cost on this card, so that trees are as large as pays."""
+"""What rounds with trees cost on this card, so that trees are as large as pays.
+
+Such rounds come in few shapes, all of them captured and timed at the start: batch sizes that at
+least double, and for each a few counts of rows. A batch is filled up to the next shape, and what
+fits into it is verified for nothing.
+"""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
-import numpy as np
-import torch
-
-from sgl_spec.engine.cuda.graphs import Replayed
 from sgl_spec.speculative.prune import CostTable
 
-SHARES = (0.0, 0.125, 0.25, 0.5, 1.0)  # of the drafts a batch may have, that rounds are made for
-_RUNS = 5
+ROWS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+"""Rows of rounds. Up to 64 cost the same on an H200: the weights are read, and tiles of a matrix
+product are as tall as that."""
+_NEAR = 5  # so many of them a batch size has; of the larger ones every other
+_BLEND = 1 / 16  # weight of the newest round
+_MOST_WAITED = 20.0  # ms; a longer gap is none of the host's work
 
 
-def drafted_rows(batch: int, most_nodes: int) -> tuple[int, ...]:
-    """Drafts that a round of `batch` requests can be made for, rising, 0 first. most_nodes: of a
+class TreeShapes:
+    """The shapes. sizes: batch sizes, rising; none where rounds are not captured. most_nodes: of a
     tree, root included."""
-    most = batch * (most_nodes - 1)
-    return tuple(sorted({round(share * most) for share in SHARES}))
+
+    def __init__(self, captured: Sequence[int], most_nodes: int) -> None:
+        """captured: batch sizes that are captured without trees."""
+        self.most_nodes = most_nodes
+        sizes: list[int] = []
+        for size in captured:
+            if not sizes or size >= 2 * sizes[-1] or size == captured[-1]:
+                sizes.append(size)
+        self.sizes = tuple(sizes)
+
+    def rows(self, size: int) -> tuple[int, ...]:
+        """Rows of the rounds of a batch size, rising; a request has one for its root."""
+        most = size * self.most_nodes
+        counts = [count for count in ROWS if size < count < most]
+        return (*counts[:_NEAR], *counts[_NEAR + 1 :: 2], most)
+
+    def fit(self, batch: int, drafts: int) -> tuple[int, int]:
+        """Batch size and rows of the round for a batch with so many drafts. Beyond the largest size
+        a round is as large as it must be."""
+        size = next((size for size in self.sizes if size >= batch), None)
+        if size is None:
+            return batch, batch + drafts
+        return size, next(rows for rows in self.rows(size) if rows - size >= drafts)
 
 
 class DeviceCosts:
-    """Milliseconds of rounds by batch size and rows, measured when a batch size first comes.
+    """Milliseconds of rounds by batch size and rows. They are timed without requests; what rounds
+    with requests take longer, and how long the device waits for the host to make trees, is learned
+    from those that run."""
 
-    made: the round of a padded batch size with so many drafts, without requests. padded: the size
-    that a batch is run with.
-    """
+    def __init__(self, shapes: TreeShapes) -> None:
+        self.shapes = shapes
+        self._plain: dict[int, float] = {}
+        self._trees: dict[int, dict[int, float]] = {}
+        self._tables: dict[int, CostTable] = {}
+        self._more: dict[int, float] = {}
+        self._waits: dict[int, float] = {}
 
-    def __init__(
-        self,
-        made: Callable[[int, int], Replayed],
-        padded: Callable[[int], int],
-        most_nodes: int,
-    ) -> None:
-        self._made, self._padded, self._most = made, padded, most_nodes
-        self._times: dict[int, tuple[float, ...]] = {}
+    def know(self, size: int, rows: int, ms: float) -> None:
+        """A round without requests takes so long; rows equal to the size: one without trees."""
+        if rows == size:
+            self._plain[size] = ms
+        else:
+            self._trees.setdefault(size, {})[rows] = ms
+        self._tables.clear()
 
     def table(self, requests: int) -> CostTable:
         """Cost by total rows of a round of `requests` trees."""
-        size = self._padded(requests)
-        drafts = drafted_rows(size, self._most)
-        if size not in self._times:
-            times = [self._measure(size, count) for count in drafts]
-            self._times[size] = tuple(accumulate(times, max))
-        # Rounds of this many requests have a root each; what fills the batch up costs as well.
-        return CostTable(tuple(requests + count for count in drafts), self._times[size])
+        size = _at_least(self._trees, requests)
+        if requests not in self._tables:
+            self._tables[requests] = self._table(requests, size)
+        fixed = _of(self._more, size) + _of(self._waits, size)
+        return replace(self._tables[requests], fixed=fixed)
+
+    def _table(self, requests: int, size: int) -> CostTable:
+        known = self._trees[size]
+        plain = self._plain[_at_least(self._plain, requests)]
+        counts = (requests, *(requests + rows - size for rows in sorted(known)))
+        times = accumulate((plain, *(known[rows] for rows in sorted(known))), max)
+        return CostTable(counts, tuple(times), steps=True)
+
+    def plain_ahead(self, requests: int) -> float:
+        """What a round without trees takes that does not wait for the host."""
+        size = _at_least(self._trees, requests)
+        return self.table(requests).cost(requests) - _of(self._waits, size)
 
     def add(self, requests: int, rows: int, seconds: float) -> None:
-        """Times of rounds say nothing here: they are replays of what was measured."""
+        """Rounds that the host runs one forward at a time say nothing of captured ones."""
 
-    def _measure(self, size: int, drafts: int) -> float:
-        round_ = self._made(size, drafts)
-        round_.program.load(np.zeros(0, dtype=np.int64), None)
-        times: list[float] = []
-        for _ in range(_RUNS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            round_.run()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        return statistics.median(times)
+    def ran(self, requests: int, drafts: int, ms: float) -> None:
+        """A round of `requests` with so many drafts took so long on the device."""
+        size = _at_least(self._trees, requests)
+        table = replace(self.table(requests), fixed=0.0)
+        _blend(self._more, size, max(0.0, ms - table.cost(requests + drafts)))
+
+    def waited(self, requests: int, ms: float) -> None:
+        """The device had nothing to do before a round with trees."""
+        if ms < _MOST_WAITED:
+            _blend(self._waits, _at_least(self._trees, requests), max(0.0, ms))
+
+    def __str__(self) -> str:
+        plain = " ".join(f"{size}:{ms:.2f}" for size, ms in sorted(self._plain.items()))
+        trees = " ".join(
+            f"{size}x{rows}:{ms:.2f}"
+            for size, times in sorted(self._trees.items())
+            for rows, ms in sorted(times.items())
+        )
+        return f"plain {plain}; with trees, by rows {trees}"
+
+
+def _at_least(known: dict[int, float] | dict[int, dict[int, float]], size: int) -> int:
+    """The smallest known size that is as large; the largest if none is."""
+    return min((each for each in known if each >= size), default=max(known))
+
+
+def _of(known: dict[int, float], size: int) -> float:
+    """What is known of a size, or of the one that it was last known of."""
+    return known.get(size, next(reversed(known.values()), 0.0))
+
+
+def _blend(known: dict[int, float], size: int, value: float) -> None:
+    """The first values of a size may be those of a round that was still being compiled."""
+    before = known.pop(size, None)
+    known[size] = value / 2 if before is None else before + _BLEND * (value - before)

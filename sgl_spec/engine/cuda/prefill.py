@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sgl_spec.engine.batch import PrefillBatch
+from sgl_spec.engine.cuda.graphs import Replayed, Rounds
 from sgl_spec.engine.cuda.rounds import (
     Acceptance,
     DraftParts,
@@ -23,11 +24,12 @@ from sgl_spec.engine.cuda.rounds import (
 )
 from sgl_spec.engine.cuda.transfer import send
 from sgl_spec.layers.context import ForwardBatch
-from sgl_spec.speculative.tree import TokenTree
+from sgl_spec.speculative.array_tree import ArrayTree
 
 IntArray = npt.NDArray[np.int64]
 
 REQUESTS = 16  # of a captured forward
+MOST_ROWS = 2048  # of a captured forward; larger ones keep the card busy anyway
 _EVERY_KIND = RoundKind(sampled=True, filtered=True)  # a forward draws too little to matter
 
 
@@ -111,7 +113,7 @@ class PrefillRound:
         self.offsets = even_starts(requests, 1, device)
         self.out = self.acceptance.out
 
-    def load(self, rows: IntArray, tree: TokenTree | None) -> None:
+    def load(self, rows: IntArray, tree: ArrayTree | None) -> None:
         """Nothing, as a round is captured; see `fill`."""
         assert not len(rows)
         assert tree is None
@@ -183,3 +185,39 @@ class PrefillRound:
             max_q_len=1,
         )
         draft.hidden.index_copy_(0, self.drawn, model.forward(roots, None, draft.kv))
+
+
+class Prefills:
+    """The captured forwards. most: prompt tokens of one forward."""
+
+    def __init__(self, parts: Parts, rounds: Rounds, most: int) -> None:
+        self._parts, self._rounds = parts, rounds
+        most = min(most, MOST_ROWS)
+        self.sizes = row_counts(most) if rounds.captures and most else ()
+
+    def run(self, batch: PrefillBatch, texts: npt.NDArray[np.int32]) -> PrefillRound:
+        """By the graph of the next larger forward, or launch by launch if there is none. texts:
+        [rows, width], every request's text."""
+        total, requests = int(batch.takes.sum()), len(batch.rows)
+        size = next((count for count in self.sizes if count >= total), None)
+        if size is None or requests > REQUESTS:
+            program = PrefillRound(self._parts, total, requests)
+            program.fill(batch, texts)
+            program()
+            return program
+        replayed = self._captured(size)
+        captured = replayed.program
+        assert isinstance(captured, PrefillRound)
+        captured.fill(batch, texts)
+        replayed.run()
+        return captured
+
+    def prepare(self) -> None:
+        """Capture them all, the largest first."""
+        for size in reversed(self.sizes):
+            self._captured(size)
+
+    def _captured(self, size: int) -> Replayed:
+        return self._rounds.captured(
+            ("prefill", size), lambda: PrefillRound(self._parts, size, REQUESTS)
+        )

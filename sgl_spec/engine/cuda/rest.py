@@ -18,8 +18,8 @@ from sgl_spec.engine.cuda.rounds import (
 )
 from sgl_spec.engine.cuda.transfer import send
 from sgl_spec.layers.context import ForwardBatch
+from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.draft_economy import DraftEconomy
-from sgl_spec.speculative.tree import TokenTree
 from sgl_spec_kernels.tree_rows import tree_rows
 
 _BLEND = 1 / 16  # weight of the newest resting round
@@ -42,7 +42,7 @@ class RestRound:
         self.zeros, self.ones = torch.zeros_like(self.rows), torch.ones_like(self.rows)
         self.positions, self.slots = torch.zeros_like(self.rows), torch.zeros_like(self.rows)
 
-    def load(self, rows: IntArray, tree: TokenTree | None) -> None:
+    def load(self, rows: IntArray, tree: ArrayTree | None) -> None:
         """Give it its requests; those behind them fill the batch up."""
         assert tree is None, "there are no trees"
         padded = np.full(len(self.rows), self.parts.rows.filler, dtype=np.int64)

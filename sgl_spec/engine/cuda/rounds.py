@@ -6,7 +6,7 @@ to read, and all its buffers stay where they are, so a round can be captured onc
 and replayed, and the next one launched before this one's tokens were read.
 
     TreeRound    drafts of a model, on the device
-    HostRound    trees that the host made (or none: plain decoding)
+    HostRound    trees that the host made, or none: plain decoding (`host_round`)
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sgl_spec.engine.cuda.transfer import send
 from sgl_spec.layers.context import ForwardBatch, KVCache
 from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.draft import DraftModel
+from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.ranking import DRAFT_ERROR
-from sgl_spec.speculative.tree import TokenTree, root_only
 from sgl_spec_kernels.compact import move_path
 from sgl_spec_kernels.draft_topk import draft_topk, topk_work
 from sgl_spec_kernels.filters import cut_heads, token_cuts
@@ -40,7 +40,6 @@ from sgl_spec_kernels.round_state import (
 from sgl_spec_kernels.sample import Trees, Walked, draw_all, draw_walk, walked
 from sgl_spec_kernels.simulate import force_path
 from sgl_spec_kernels.tree_build import build_tree, device_tree, grow_state, grow_tree
-from sgl_spec_kernels.tree_rows import tree_rows
 
 IntArray = npt.NDArray[np.int64]
 
@@ -91,7 +90,7 @@ class Round(Protocol):
     out: Tensor
     lengths: Tensor | None
 
-    def load(self, rows: IntArray, tree: TokenTree | None) -> None: ...
+    def load(self, rows: IntArray, tree: ArrayTree | None) -> None: ...
     def __call__(self) -> None: ...
 
 
@@ -234,7 +233,7 @@ class TreeRound:
         self.drafting = _Drafting(parts, draft, self.requests)
         self.extension = Extension(parts, draft, self.requests, levels)
 
-    def load(self, rows: IntArray, tree: TokenTree | None) -> None:
+    def load(self, rows: IntArray, tree: ArrayTree | None) -> None:
         """Give it its requests; those behind them fill the batch up."""
         assert tree is None, "the trees are the round's own"
         padded = np.full(self.batch, self.parts.rows.filler, dtype=np.int64)
@@ -408,102 +407,3 @@ class Extension:
         )
         hidden = model.forward(batch, fused, self.draft.kv)
         self.draft.hidden.index_copy_(0, mine.rows, gather_features(hidden, rows.last))
-
-
-class _HostTree:
-    """Trees that the host fills in, as one block of words.
-
-    requests, nodes, node_depths, row_words: [T], what each row of the forward is (node -1: filler).
-    starts: [B + 1], each request's rows. rows, num_nodes: [B]. tokens, parents, depths, words:
-    [B, N], the trees again, for the walk.
-    """
-
-    def __init__(self, batch: int, rows: int, nodes: int, device: torch.device) -> None:
-        sizes = [rows] * 5 + [batch + 1, batch, batch] + [batch * nodes] * 4
-        self.host = torch.zeros(sum(sizes), dtype=torch.int64)
-        self.block = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        flat = torch.split(self.block, sizes)
-        self.row_tokens, self.requests, self.nodes, self.node_depths, self.row_words = flat[:5]
-        self.starts, self.rows, self.num_nodes = flat[5:8]
-        trees = [part.view(batch, nodes) for part in flat[8:]]
-        self.tokens, self.parents, self.depths, self.words = trees
-        self._flat = [part.numpy() for part in torch.split(self.host, sizes)]
-        self._nodes = nodes
-
-    def fill(self, rows: IntArray, filler: int, tree: TokenTree | None) -> None:
-        """Write all of it and send it."""
-        tree = tree or root_only(torch.zeros(len(rows), dtype=torch.int64))
-        row_tokens, requests, nodes, depths, words, starts, table_rows, counts, *trees = self._flat
-        size, batch, used = len(rows), len(table_rows), tree.used().numpy()
-        counts[:size], counts[size:] = tree.num_nodes.numpy(), 1
-        table_rows[:size], table_rows[size:] = rows, filler
-        starts[1:] = np.cumsum(counts)
-        total, drafted = int(starts[-1]), int(starts[size])
-        assert total <= len(nodes), f"{total} rows, the round has {len(nodes)}"
-        columns = (tree.tokens, tree.parents, tree.depths(), tree.ancestor_words())
-        for whole, column in zip(trees, columns, strict=True):
-            wide = whole.reshape(batch, self._nodes)
-            wide[:size, : tree.width] = column.numpy()
-        request, node = np.nonzero(used)
-        requests[:drafted], nodes[:drafted] = request, node
-        row_tokens[:drafted] = columns[0].numpy()[used]
-        depths[:drafted] = columns[2].numpy()[used]
-        words[:drafted] = columns[3].numpy()[used]
-        requests[drafted:total] = np.arange(size, batch)
-        for each, value in ((row_tokens, 0), (nodes, 0), (depths, 0), (words, 1)):
-            each[drafted:total] = value
-        requests[total:], nodes[total:] = 0, -1
-        row_tokens[total:], depths[total:], words[total:] = 0, 0, 1
-        for wide, value in zip(trees, (0, -1, 0, 1), strict=True):
-            wide.reshape(batch, self._nodes)[size:, 0] = value
-        send(self.host, self.block)
-
-
-class HostRound:
-    """A round over trees that the host made, `total` rows in all. See `Round`.
-
-    The trees are ragged: rows are shared by the requests of a batch, so many small trees and few
-    large ones cost the same. Trees of one node are plain decoding; their tokens are the device's
-    own, so such a round may be launched before the host knows them.
-    """
-
-    def __init__(self, parts: Parts, batch: int, kind: RoundKind, total: int, nodes: int) -> None:
-        device = parts.table.device
-        self.parts, self.batch, self.total, self.nodes = parts, batch, total, nodes
-        self.requests = Requests(parts, batch, kind)
-        self.tree = _HostTree(batch, total, nodes, device)
-        self.requests.rows = self.rows = self.tree.rows
-        self.acceptance = Acceptance(parts, self.requests, nodes, nodes - 1)
-        self.out, self.lengths = self.acceptance.out, self.acceptance.lengths
-        self.positions = torch.zeros(total, dtype=torch.int64, device=device)
-        self.slots = torch.zeros_like(self.positions)
-        if nodes == 1:
-            self.tree.row_tokens = self.requests.at.last
-            self.tree.tokens = self.requests.at.last[:, None]
-
-    def load(self, rows: IntArray, tree: TokenTree | None) -> None:
-        """Give it its requests and trees; None where trees are roots alone. Requests behind them
-        fill the batch up."""
-        self.tree.fill(rows, self.parts.rows.filler, tree)
-
-    def __call__(self) -> None:
-        mine, tree, parts = self.requests, self.tree, self.parts
-        mine.begin()
-        tree_rows(
-            tree.requests, tree.nodes, tree.node_depths, mine.at.committed, mine.rows, parts.table,
-            self.positions, self.slots,
-        )  # fmt: skip
-        batch = ForwardBatch(
-            tokens=tree.row_tokens,
-            positions=self.positions,
-            slots=self.slots,
-            req_to_token=parts.table,
-            rows=mine.rows,
-            prefix_lens=mine.at.committed,
-            q_starts=tree.starts,
-            mask_words=tree.row_words,
-            max_q_len=self.nodes,
-        )
-        logits, _ = verify(parts.model, batch, parts.kv, ())
-        self.acceptance.accept(tree, logits, tree.starts[:-1])
-        self.acceptance.finish()

@@ -36,6 +36,10 @@ class Stopwatch:
         self.end.synchronize()
         return float(self.start.elapsed_time(self.end))
 
+    def ms_until(self, later: Stopwatch) -> float:
+        """From this one's end to another's start, once the device came to both."""
+        return float(self.end.elapsed_time(later.start))
+
 
 def timed(round_: Replayed) -> float:
     """Milliseconds of a round without requests, the median of a few."""

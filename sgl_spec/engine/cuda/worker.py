@@ -10,8 +10,9 @@ runs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,52 +28,28 @@ from sgl_spec.engine.batch import (
     PrefillBatch,
     StepOutput,
 )
-from sgl_spec.engine.cuda.costs import DeviceCosts, drafted_rows
+from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
+from sgl_spec.engine.cuda.drafting import HostDrafting
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
-from sgl_spec.engine.cuda.prefill import REQUESTS, PrefillRound, row_counts
+from sgl_spec.engine.cuda.host_round import HostRound
+from sgl_spec.engine.cuda.prefill import Prefills
 from sgl_spec.engine.cuda.rest import Resting, RestRound
-from sgl_spec.engine.cuda.rounds import DraftParts, HostRound, Parts, RoundKind, TreeRound
+from sgl_spec.engine.cuda.rounds import DraftParts, Parts, RoundKind, TreeRound
+from sgl_spec.engine.cuda.running import Running, is_simple
 from sgl_spec.engine.cuda.state import DeviceRows
 from sgl_spec.engine.cuda.timing import Stopwatch, timed
 from sgl_spec.engine.cuda.transfer import Fetched, send
 from sgl_spec.engine.req import Req
 from sgl_spec.engine.worker import Worker
+from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.model_drafter import ModelDrafter
 from sgl_spec.speculative.rules import FollowRule
 from sgl_spec.speculative.simulate import SimulatedRule
-from sgl_spec.speculative.tree import TokenTree, accepted_of
+
+logger = logging.getLogger(__name__)
 
 BoolArray = npt.NDArray[np.bool_]
-
-MOST_PREFILL_ROWS = 2048  # of a captured forward; larger ones keep the card busy anyway
-
-
-@dataclass(frozen=True, slots=True)
-class _Running(Launched):
-    """Work on the device. rows: [B] those it gives tokens to; tenancy: [B] whose they were. final:
-    [B] where in the batch they stand, of `size`. trees: what the host made, with its batch. forced:
-    whether accept lengths were given. drafted: whether a model drafted. watch: the time of it."""
-
-    rows: IntArray
-    tenancy: IntArray
-    final: IntArray
-    size: int
-    results: Fetched | None
-    proposed: list[int]
-    trees: tuple[DraftBatch, TokenTree] | None = None
-    forced: bool = False
-    drafted: bool = False
-    watch: Stopwatch | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """A round of host-made trees whose tokens are known: what its drafter is to be told."""
-
-    draft: DraftBatch
-    tree: TokenTree
-    tokens: list[list[int]]
 
 
 class DeviceWorker(Worker):
@@ -102,23 +79,24 @@ class DeviceWorker(Worker):
         )
         self._simulated = self.rule if isinstance(self.rule, SimulatedRule) else None
         inner = self.rule if self._simulated is None else self._simulated.rule
-        models_only = self.drafter is None or self.parts.draft is not None
         self._device_rule = isinstance(inner, FollowRule) and self.topology is None
-        self._ahead = self._device_rule and models_only
         self._simple: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self._sampled: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self._filtered: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self._placed: BoolArray = np.zeros(num_rows, dtype=np.bool_)  # the device knows the text
         self._length: IntArray = np.zeros(num_rows, dtype=np.int64)  # of the text, as collected
         self._tenancy: IntArray = np.zeros(num_rows, dtype=np.int64)
-        self._told: _Told | None = None
-        most = min(prefill_rows, MOST_PREFILL_ROWS)
-        self._prefill_rows = row_counts(most) if rounds.captures else ()
+        self._under_way = 0  # batches launched and not collected
+        self._last: Stopwatch | None = None  # of the batch launched last, if it was a round
+        self._prefills = Prefills(self.parts, rounds, prefill_rows if self._device_rule else 0)
         self._resting: Resting | None = None
         if weighs and isinstance(self.drafter, ModelDrafter) and rounds.sizes:
             self._resting = Resting(self.drafter.economy)
-        if weighs and not models_only and rounds.sizes:
-            self.costs = DeviceCosts(self._priced_round, rounds.padded, most_nodes)
+        self.shapes = TreeShapes(rounds.sizes, most_nodes)
+        self._trees: HostDrafting | None = None
+        if self.drafter is not None and self.parts.draft is None:
+            costs = DeviceCosts(self.shapes) if weighs and rounds.sizes else None
+            self.costs, self._trees = costs, HostDrafting(self.drafter, costs)
 
     def _draft_parts(self) -> DraftParts | None:
         drafter = self.drafter
@@ -143,11 +121,17 @@ class DeviceWorker(Worker):
         row, sampling = req.held.row, req.sampling
         self._tenancy[row] += 1
         self._placed[row] = False
-        self._simple[row] = _is_simple(req)
+        self._simple[row] = is_simple(req)
         self._sampled[row] = sampling.temperature > 0
         filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         self._filtered[row] = filtered and sampling.temperature > 0
         self.device_rows.set_params(row, sampling, sampling.max_nodes(self.most_nodes))
+
+    def begin(self, req: Req) -> None:
+        """The request may be drafted for."""
+        super().begin(req)
+        if self._trees is not None:
+            self._trees.begin()
 
     def close(self, row: int) -> None:
         """The row's request ended or was retracted; what still runs for it is dropped."""
@@ -158,7 +142,8 @@ class DeviceWorker(Worker):
 
     def runs_ahead(self, reqs: Sequence[Req]) -> bool:
         """Whether the device needs nothing of the host between this batch and its neighbours."""
-        return self._ahead and all(_is_simple(req) for req in reqs)
+        idle = self._trees is None or self._trees.idle
+        return self._device_rule and idle and all(is_simple(req) for req in reqs)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
@@ -167,6 +152,7 @@ class DeviceWorker(Worker):
             return self._on_host(batch)
         self.table.sync()
         self.device_rows.sync()
+        self._under_way += 1
         if isinstance(batch, PrefillBatch):
             return self._launch_prefill(batch)
         return self._launch_round(batch)
@@ -185,30 +171,37 @@ class DeviceWorker(Worker):
 
     def collect(self, launched: Launched) -> StepOutput:
         """Wait for a batch and hand out its tokens."""
-        if not isinstance(launched, _Running):
+        if not isinstance(launched, Running):
             return super().collect(launched)
+        self._under_way -= 1
         tokens: list[list[int]] = [[] for _ in range(launched.size)]
         if launched.results is not None:
             packed = launched.results.wait().tolist()
             for place in launched.final:
                 count, *given = packed[place]
                 tokens[place] = given[:count]
+            if self._trees is not None and launched.draft is not None:
+                draft = replace(launched.draft, lengths=self._length[launched.rows])
+                self._trees.tell(draft, launched.tree, tokens)
             self._keep(launched, tokens)
-        if launched.trees is not None:
-            self._told = _Told(*launched.trees, tokens)
-        if self._resting is not None and launched.watch is not None:
-            self._resting.note(
-                self.rounds.padded(launched.size),
-                launched.size,
-                sum(map(len, tokens)),
-                launched.watch.ms(),
-                drafted=launched.drafted,
-            )
+        if launched.watch is not None:
+            self._note_time(launched, launched.watch, sum(map(len, tokens)))
         if launched.forced and self._simulated is not None:
             self._simulated.note(torch.tensor([len(given) for given in tokens]))
         return StepOutput(tokens=tokens, proposed=launched.proposed)
 
-    def _keep(self, launched: _Running, tokens: list[list[int]]) -> None:
+    def _note_time(self, launched: Running, watch: Stopwatch, tokens: int) -> None:
+        size = launched.size
+        if self._resting is not None:
+            padded = self.rounds.padded(size)
+            self._resting.note(padded, size, tokens, watch.ms(), drafted=launched.drafted)
+        elif self._trees is not None and self._trees.costs is not None:
+            costs, tree = self._trees.costs, launched.tree
+            costs.ran(size, 0 if tree is None else tree.drafts, watch.ms())
+            if launched.before is not None:
+                costs.waited(size, launched.before.ms_until(watch))
+
+    def _keep(self, launched: Running, tokens: list[list[int]]) -> None:
         """Write down the tokens of rows that are still the same requests'."""
         same = self._tenancy[launched.rows] == launched.tenancy
         for row, place in zip(launched.rows[same], launched.final[same], strict=True):
@@ -231,23 +224,21 @@ class DeviceWorker(Worker):
         if self._round is not None:
             super().observe(taken)
             return
-        told, self._told = self._told, None
-        if told is None or self.drafter is None:
-            return
-        kept = accepted_of(told.tree, told.tokens, taken)
-        self.drafter.observe(told.draft, told.tree, kept)
+        if self._trees is not None:
+            self._trees.observe(taken, behind=self._under_way > 0)
 
     # --- prompts ----------------------------------------------------------------------------------
 
     def _launch_prefill(self, batch: PrefillBatch) -> Launched:
         (final,) = np.nonzero(batch.finals)
         rows, ends = batch.rows, batch.starts + batch.takes
-        program = self._run_prefill(batch)
+        program = self._prefills.run(batch, self.tokens)
+        self._last = None
         self._length[rows] = ends
         self._placed[rows[final]] = True
         if isinstance(self.drafter, ModelDrafter):
             self._mark_written(rows, ends + self.drafter.shift)
-        return _Running(
+        return Running(
             rows=rows[final],
             tenancy=self._tenancy[rows[final]],
             final=final,
@@ -256,34 +247,13 @@ class DeviceWorker(Worker):
             proposed=[0] * len(rows),
         )
 
-    def _run_prefill(self, batch: PrefillBatch) -> PrefillRound:
-        """By the graph of the next larger forward, or launch by launch if there is none."""
-        total, requests = int(batch.takes.sum()), len(batch.rows)
-        size = next((count for count in self._prefill_rows if count >= total), None)
-        if size is None or requests > REQUESTS:
-            program = PrefillRound(self.parts, total, requests)
-            program.fill(batch, self.tokens)
-            program()
-            return program
-        replayed = self._prefill_round(size)
-        captured = replayed.program
-        assert isinstance(captured, PrefillRound)
-        captured.fill(batch, self.tokens)
-        replayed.run()
-        return captured
-
-    def _prefill_round(self, size: int) -> Replayed:
-        return self.rounds.captured(
-            ("prefill", size), lambda: PrefillRound(self.parts, size, REQUESTS)
-        )
-
     # --- rounds -----------------------------------------------------------------------------------
 
     def _launch_round(self, batch: DecodeBatch) -> Launched:
         rows, size = batch.rows, len(batch.rows)
         self._place(rows[~self._placed[rows]])
-        trees = self._host_trees(batch)
-        tree = None if trees is None else trees[1]
+        draft = self._draft_batch(batch)
+        tree, before = self._host_tree(draft, batch)
         drafts = self._drafts(batch)
         replayed = self._round_of(size, self._kind(rows), tree, drafts=drafts)
         program = replayed.program
@@ -292,21 +262,24 @@ class DeviceWorker(Worker):
         if program.lengths is not None:
             assert self._simulated is not None
             send(self._simulated.lengths(size), program.lengths[:size])
-        watch = None if self._resting is None else Stopwatch.started()
+        timed = self._resting is not None or self.costs is not None
+        watch = self._last = Stopwatch.started() if timed else None
         replayed.run()
         if watch is not None:
             watch.stop()
-        return _Running(
+        return Running(
             rows=rows,
             tenancy=self._tenancy[rows],
             final=np.arange(size),
             size=size,
             results=Fetched(program.out[:size]),
             proposed=self._proposed(batch, tree, drafts=drafts),
-            trees=trees,
+            draft=draft,
+            tree=tree,
             forced=forced,
             drafted=drafts,
             watch=watch,
+            before=before,
         )
 
     def _drafts(self, batch: DecodeBatch) -> bool:
@@ -316,7 +289,7 @@ class DeviceWorker(Worker):
         padded = self.rounds.padded(len(batch.rows))
         return self._resting is None or self._resting.drafts(padded)
 
-    def _proposed(self, batch: DecodeBatch, tree: TokenTree | None, *, drafts: bool) -> list[int]:
+    def _proposed(self, batch: DecodeBatch, tree: ArrayTree | None, *, drafts: bool) -> list[int]:
         """Draft tokens verified: of trees that the device grows, as many as they may have."""
         if tree is not None:
             counts: list[int] = (tree.num_nodes - 1).tolist()
@@ -337,16 +310,25 @@ class DeviceWorker(Worker):
             self.drafter.catch_up(torch.from_numpy(rows), torch.from_numpy(lengths), self.tokens)
         self._placed[rows] = True
 
-    def _host_trees(self, batch: DecodeBatch) -> tuple[DraftBatch, TokenTree] | None:
-        """What a drafter on the host proposes; None without one."""
-        if self.drafter is None or self.parts.draft is not None:
+    def _draft_batch(self, batch: DecodeBatch) -> DraftBatch | None:
+        """What a drafter on the host may look at, as far as the host knows; None without one."""
+        if self._trees is None:
             return None
-        sampling = self._sampling_rows(batch.rows)
-        lengths = batch.committed + 1
-        draft = DraftBatch(
-            batch.rows, lengths, batch.max_nodes, self.tokens, sampling, self._plain_ms(batch)
-        )
-        return draft, self._plan_tree(draft, batch.remaining).to(torch.device("cpu"))
+        rows, lengths = batch.rows, batch.committed + 1
+        if self._trees.looks:
+            return DraftBatch(rows, lengths, batch.max_nodes, self.tokens)
+        sampling, plain_ms = self._sampling_rows(rows), self._plain_ms(batch)
+        return DraftBatch(rows, lengths, batch.max_nodes, self.tokens, sampling, plain_ms)
+
+    def _host_tree(
+        self, draft: DraftBatch | None, batch: DecodeBatch
+    ) -> tuple[ArrayTree | None, Stopwatch | None]:
+        """The trees of a drafter on the host and the round whose tokens they follow; None where
+        they are roots alone."""
+        if self._trees is None or draft is None or self._under_way > 1:
+            return None, None
+        tree = self._trees.plan(draft, batch.remaining)
+        return (tree if tree.width > 1 else None), self._last
 
     def _kind(self, rows: IntArray) -> RoundKind:
         return RoundKind(
@@ -356,19 +338,14 @@ class DeviceWorker(Worker):
         )
 
     def _round_of(
-        self, size: int, kind: RoundKind, tree: TokenTree | None, *, drafts: bool
+        self, size: int, kind: RoundKind, tree: ArrayTree | None, *, drafts: bool
     ) -> Replayed:
-        padded, draft = self.rounds.padded(size), self.parts.draft
-        if draft is not None:
+        padded = self.rounds.padded(size)
+        if self.parts.draft is not None:
             return self._model_round(padded, kind, drafts=drafts)
-        nodes, total = 1, padded
-        if tree is not None and tree.width > 1:
-            drafted = int(tree.num_nodes.sum()) - size
-            if padded in self.rounds.sizes:  # few shapes, so that few rounds are captured
-                sizes = drafted_rows(padded, self.most_nodes)
-                drafted = next(count for count in sizes if count >= drafted)
-            nodes, total = self.most_nodes, padded + drafted
-        return self._host_round(padded, kind, total, nodes)
+        if tree is None:
+            return self._host_round(padded, padded, kind)
+        return self._host_round(*self.shapes.fit(size, tree.drafts), kind)
 
     def _model_round(self, padded: int, kind: RoundKind, *, drafts: bool) -> Replayed:
         made = TreeRound if drafts else RestRound
@@ -376,38 +353,34 @@ class DeviceWorker(Worker):
         key = ("tree" if drafts else "rest", padded, kind)
         return self.rounds.get(key, padded, lambda: made(self.parts, padded, kind))
 
-    def _host_round(self, padded: int, kind: RoundKind, total: int, nodes: int) -> Replayed:
+    def _host_round(self, size: int, rows: int, kind: RoundKind) -> Replayed:
+        """rows: equal to the size without trees."""
+        nodes = 1 if rows == size else self.most_nodes
         return self.rounds.get(
-            ("host", padded, total, nodes, kind),
-            padded,
-            lambda: HostRound(self.parts, padded, kind, total, nodes),
+            ("host", size, rows, kind),
+            size,
+            lambda: HostRound(self.parts, size, kind, rows, nodes),
         )
-
-    def _priced_round(self, padded: int, drafts: int) -> Replayed:
-        """A round of host-made trees that is to be timed."""
-        nodes = self.most_nodes if drafts else 1
-        return self._host_round(padded, RoundKind(), padded + drafts, nodes)
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Capture what greedy batches need, the largest first, so that all share its memory."""
+        """Capture what greedy batches need, the largest first, so that all share its memory, and
+        time what is to be weighed."""
         kind = RoundKind(forced=self._simulated is not None)
-        for rows in reversed(self._prefill_rows if self._device_rule else ()):
-            self._prefill_round(rows)
+        self._prefills.prepare()
+        if self._trees is not None and self._device_rule:
+            self._prepare_trees(self._trees, kind)
         for size in reversed(self.rounds.sizes):
             self._round_of(size, kind, None, drafts=self.parts.draft is not None)
             if self._resting is not None:
                 self._resting.know(size, timed(self._model_round(size, kind, drafts=False)))
 
-
-def _is_simple(req: Req) -> bool:
-    """Whether a round of this request needs nothing of the host."""
-    sampling = req.sampling
-    return not (
-        req.constraint is not None
-        or sampling.grammar is not None
-        or req.logprobs is not None
-        or sampling.penalised
-        or sampling.logit_bias
-        or sampling.min_new_tokens
-    )
+    def _prepare_trees(self, drafting: HostDrafting, kind: RoundKind) -> None:
+        shapes = [(size, rows) for size in self.shapes.sizes for rows in self.shapes.rows(size)]
+        shapes += [(size, size) for size in self.rounds.sizes]
+        for size, rows in sorted(shapes, key=lambda shape: shape[1], reverse=True):
+            round_ = self._host_round(size, rows, kind)
+            if drafting.costs is not None:
+                drafting.costs.know(size, rows, timed(round_))
+        if drafting.costs is not None:
+            logger.info("Rounds in ms: %s", drafting.costs)

@@ -1,0 +1,116 @@
+"""Rounds over trees that the host made, and plain decoding, which is one of roots alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sgl_spec.engine.cuda.rounds import Acceptance, IntArray, Parts, Requests, RoundKind, verify
+from sgl_spec.engine.cuda.transfer import send
+from sgl_spec.layers.context import ForwardBatch
+from sgl_spec.speculative.array_tree import ArrayTree
+from sgl_spec_kernels.tree_rows import tree_rows
+
+
+class _HostTree:
+    """Trees that the host fills in, as one block of words.
+
+    requests, nodes, node_depths, row_words: [T], what each row of the forward is (node -1: filler).
+    starts: [B + 1], each request's rows. rows, num_nodes: [B]. tokens, parents, depths, words:
+    [B, N], the trees again, for the walk.
+    """
+
+    def __init__(self, batch: int, rows: int, nodes: int, device: torch.device) -> None:
+        sizes = [rows] * 5 + [batch + 1, batch, batch] + [batch * nodes] * 4
+        self.host = torch.zeros(sum(sizes), dtype=torch.int64)
+        self.block = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        flat = torch.split(self.block, sizes)
+        self.row_tokens, self.requests, self.nodes, self.node_depths, self.row_words = flat[:5]
+        self.starts, self.rows, self.num_nodes = flat[5:8]
+        trees = [part.view(batch, nodes) for part in flat[8:]]
+        self.tokens, self.parents, self.depths, self.words = trees
+        parts = [part.numpy() for part in torch.split(self.host, sizes)]
+        self._flat, self._wide = parts[:8], [part.reshape(batch, nodes) for part in parts[8:]]
+        self._plain: IntArray | None = None  # requests of which roots alone were sent
+
+    def fill(self, rows: IntArray, filler: int, tree: ArrayTree | None) -> None:
+        """Write all of it and send it; what roots alone say of the same requests again is there
+        already."""
+        if tree is None:
+            tree, known = ArrayTree.roots(np.zeros(len(rows), np.int64)), self._plain
+            if known is not None and np.array_equal(known, rows):
+                return
+        self._plain = rows.copy() if self._wide[0].shape[1] == 1 else None
+        self._write(rows, filler, tree)
+        send(self.host, self.block)
+
+    def _write(self, rows: IntArray, filler: int, tree: ArrayTree) -> None:
+        row_tokens, requests, nodes, depths, words, starts, table_rows, counts = self._flat
+        size, batch, most = len(rows), len(table_rows), len(nodes)
+        counts[:size], counts[size:] = tree.num_nodes, 1
+        table_rows[:size], table_rows[size:] = rows, filler
+        np.cumsum(counts, out=starts[1:])
+        total, drafted = int(starts[-1]), int(starts[size])
+        assert total <= most, f"{total} rows, the round has {most}"
+        columns = (tree.tokens, tree.parents, tree.depths, tree.words())
+        for wide, column, value in zip(self._wide, columns, (0, -1, 0, 1), strict=True):
+            wide[:size, : tree.width] = column
+            wide[size:, 0] = value
+        spots = np.flatnonzero(tree.used())
+        request = spots // tree.width
+        requests[:drafted], nodes[:drafted] = request, spots - request * tree.width
+        for row, column in ((row_tokens, columns[0]), (depths, columns[2]), (words, columns[3])):
+            row[:drafted] = column.take(spots)
+        requests[drafted:total], requests[total:] = np.arange(size, batch), 0
+        nodes[drafted:total], nodes[total:] = 0, -1
+        row_tokens[drafted:], depths[drafted:], words[drafted:] = 0, 0, 1
+
+
+class HostRound:
+    """A round over trees that the host made, `total` rows in all. See `rounds.Round`.
+
+    The trees are ragged: rows are shared by the requests of a batch, so many small trees and few
+    large ones cost the same. Trees of one node are plain decoding; their tokens are the device's
+    own, so such a round may be launched before the host knows them.
+    """
+
+    def __init__(self, parts: Parts, batch: int, kind: RoundKind, total: int, nodes: int) -> None:
+        device = parts.table.device
+        self.parts, self.batch, self.total, self.nodes = parts, batch, total, nodes
+        self.requests = Requests(parts, batch, kind)
+        self.tree = _HostTree(batch, total, nodes, device)
+        self.requests.rows = self.rows = self.tree.rows
+        self.acceptance = Acceptance(parts, self.requests, nodes, nodes - 1)
+        self.out, self.lengths = self.acceptance.out, self.acceptance.lengths
+        self.positions = torch.zeros(total, dtype=torch.int64, device=device)
+        self.slots = torch.zeros_like(self.positions)
+        if nodes == 1:
+            self.tree.row_tokens = self.requests.at.last
+            self.tree.tokens = self.requests.at.last[:, None]
+
+    def load(self, rows: IntArray, tree: ArrayTree | None) -> None:
+        """Give it its requests and trees; None where trees are roots alone. Requests behind them
+        fill the batch up."""
+        self.tree.fill(rows, self.parts.rows.filler, tree)
+
+    def __call__(self) -> None:
+        mine, tree, parts = self.requests, self.tree, self.parts
+        mine.begin()
+        tree_rows(
+            tree.requests, tree.nodes, tree.node_depths, mine.at.committed, mine.rows, parts.table,
+            self.positions, self.slots,
+        )  # fmt: skip
+        batch = ForwardBatch(
+            tokens=tree.row_tokens,
+            positions=self.positions,
+            slots=self.slots,
+            req_to_token=parts.table,
+            rows=mine.rows,
+            prefix_lens=mine.at.committed,
+            q_starts=tree.starts,
+            mask_words=tree.row_words,
+            max_q_len=self.nodes,
+        )
+        logits, _ = verify(parts.model, batch, parts.kv, ())
+        self.acceptance.accept(tree, logits, tree.starts[:-1])
+        self.acceptance.finish()
