@@ -15,6 +15,7 @@ import torch
 
 from sgl_spec.args import ServerArgs
 from sgl_spec.engine.calibrate import CostMeter, measure_costs
+from sgl_spec.engine.cuda.costs import TreeShapes
 from sgl_spec.engine.device import device_name, fitting, resolve_device
 from sgl_spec.engine.drafting import (
     load_draft_model,
@@ -211,13 +212,15 @@ class Engine:
         prompt_rows = self._prefill_budget
         if args.chunked_prefill_size == -1:
             prompt_rows = max(prompt_rows, self.context_length)
+        sizes = self._graph_sizes(args.max_running_requests)
+        trees = TreeShapes(sizes, args.tree_nodes) if draft is None and args.tree_nodes > 1 else ()
         return Shapes(
             prompt_rows=prompt_rows,
             requests=args.max_running_requests,
             nodes=args.tree_nodes,
             captured=0 if draft is None else len(draft.capture),
             draft_columns=0 if draft is None else draft.logit_width,
-            graphs=len(self._graph_sizes(args.max_running_requests)),
+            graphs=len(sizes) + len(trees),
         )
 
     def _graph_sizes(self, rows: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ fits into it is verified for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -39,6 +39,13 @@ class TreeShapes:
         most = size * self.most_nodes
         counts = [count for count in ROWS if size < count < most]
         return (*counts[:_NEAR], *counts[_NEAR + 1 :: 2], most)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Batch size and rows of each."""
+        return ((size, rows) for size in self.sizes for rows in self.rows(size))
+
+    def __len__(self) -> int:
+        return sum(len(self.rows(size)) for size in self.sizes)
 
     def fit(self, batch: int, drafts: int) -> tuple[int, int]:
         """Batch size and rows of the round for a batch with so many drafts. Beyond the largest size

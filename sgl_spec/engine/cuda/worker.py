@@ -376,8 +376,7 @@ class DeviceWorker(Worker):
                 self._resting.know(size, timed(self._model_round(size, kind, drafts=False)))
 
     def _prepare_trees(self, drafting: HostDrafting, kind: RoundKind) -> None:
-        shapes = [(size, rows) for size in self.shapes.sizes for rows in self.shapes.rows(size)]
-        shapes += [(size, size) for size in self.rounds.sizes]
+        shapes = [*self.shapes, *((size, size) for size in self.rounds.sizes)]
         for size, rows in sorted(shapes, key=lambda shape: shape[1], reverse=True):
             round_ = self._host_round(size, rows, kind)
             if drafting.costs is not None:
