@@ -44,9 +44,17 @@ class Linear:
         """x: [rows, in] -> [rows, out]."""
         if self.packed:
             return _packed(x, self.weight, self.bias, "none", [], "")
-        if self.skinny is not None and (found := self._by_skinny(x)) is not None:
-            return found
-        return F.linear(x, self.weight, self.bias)
+        if self.skinny is None:
+            return F.linear(x, self.weight, self.bias)
+        found = self._by_skinny(x)
+        return self.skinny.linear(x, self.weight, self.bias) if found is None else found
+
+    def gated(self, x: Tensor) -> Tensor | None:
+        """silu(first half of layer(x)) * second half, [rows, out / 2], if one kernel does it faster
+        than two."""
+        if self.skinny is None or self.bias is not None:
+            return None
+        return self.skinny.gated(x, self.weight)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + layer(x). residual: [rows, out], left as it is."""

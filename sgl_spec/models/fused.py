@@ -4,7 +4,7 @@
     qkv = QKV product;   q, cache = rotary(qkv)         two
     attended = attention(q, cache);  a = output product two
     x = norm(stream += a)                               one
-    inner = silu(gate) * up of the gate-up product      two
+    inner = silu(gate) * up of the gate-up product      two, or one where that is faster
     what the layer adds = down product of inner         one
 
 The residual stream [T, hidden_size] is one tensor that every layer changes in place. Nothing here
@@ -24,6 +24,7 @@ from torch import Tensor
 from sgl_spec.layers.backend import Backend
 from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.layers.device_attention import Attend, DeviceAttention, Heads, is_capturing
+from sgl_spec.layers.linear import Linear
 from sgl_spec.layers.norm_rope import rotary_tables
 from sgl_spec.models.config import ModelConfig
 from sgl_spec.models.features import Features
@@ -142,7 +143,7 @@ class FusedLayers:
             assert x is not None
             output = layer.output(self.attend(layer, x, k_cache, v_cache, shared))
             x = self.norm(output, layer.post_norm, layer.eps, stream)
-            added = layer, silu_mul(layer.gate_up(x))
+            added = layer, _activated(layer.gate_up, x)
         assert added is not None
         return added
 
@@ -160,7 +161,7 @@ class FusedLayers:
         attended = self.attend(layer, x, k_cache, v_cache, shared)
         stream = layer.output.add_to(residual, attended)
         x = self.norm(stream, layer.post_norm, layer.eps)
-        return stream, (layer, silu_mul(layer.gate_up(x)))
+        return stream, (layer, _activated(layer.gate_up, x))
 
     def attend(
         self, layer: DecoderLayer, x: Tensor, k_cache: Tensor, v_cache: Tensor, shared: FusedShared
@@ -185,3 +186,9 @@ class FusedLayers:
             assert not is_capturing(self._device), "reserve() must come before a capture"
             self._tables.append(rotary_tables(positions, self._inv_freq, self._factor))
         return self._tables[-1]
+
+
+def _activated(gate_up: Linear, x: Tensor) -> Tensor:
+    """silu(gate) * up of a product with the gates first."""
+    found = gate_up.gated(x)
+    return silu_mul(gate_up(x)) if found is None else found

@@ -134,6 +134,7 @@ def fused(dtype: torch.dtype) -> None:
 
 
 def skinny(dtype: torch.dtype) -> None:
+    from sgl_spec_kernels import gated_gemm
     from sgl_spec_kernels.skinny_gemm import gemm_work, skinny_gemm
 
     for outputs, inputs in ((4096, 4096), (28672, 4096)):
@@ -144,6 +145,9 @@ def skinny(dtype: torch.dtype) -> None:
         for rows in (1, 32):
             x, stream = torch.zeros(rows, inputs, dtype=dtype), torch.zeros(rows, outputs).to(dtype)
             skinny_gemm(x, weight, work, None, stream, stream)
+    for rows, shape in gated_gemm.TUNED[28672, 4096]:
+        if shape is not None:
+            gated_gemm.gated_gemm(torch.zeros(rows, 4096, dtype=dtype), weight, shape)
 
 
 def draft(dtype: torch.dtype) -> None:

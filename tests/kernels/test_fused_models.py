@@ -16,9 +16,9 @@ from model_runs import Piece, Run
 from tiny import make_tiny
 from torch import Tensor
 
-from sgl_spec.layers import linear
+from sgl_spec.layers import linear, skinny
 from sgl_spec.models.decoder import Decoder
-from sgl_spec_kernels import skinny_gemm, tree_attn
+from sgl_spec_kernels import gated_gemm, skinny_gemm, tree_attn
 
 PARENTS = [-1, 0, 0, 1, 2, 4]
 STEPS = [
@@ -222,6 +222,57 @@ def test_adding_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(stream, before)
         layer.add_into(stream, x)
         assert relative_error(stream, expected) < 2e-3
+
+
+@INTERPRETED
+def test_gated_products(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the table says so one kernel is the gate-up product and its activation."""
+    shape = gated_gemm.GatedShape(16, 16, 4, 3)
+    monkeypatch.setattr(gated_gemm, "TUNED", {(256, 64): ((1, None), (3, shape))})
+    ran: list[int] = []
+
+    def product(x: Tensor, *rest: Any) -> Tensor:
+        ran.append(len(x))
+        return found(x, *rest)
+
+    found = gated_gemm.gated_gemm
+    monkeypatch.setattr(gated_gemm, "gated_gemm", product)
+    plain, fused = both(tiny, dtype="float16")
+    for rows, layers in ((1, 0), (3, fused.config.num_layers), (4, 0)):
+        pair = [
+            Run(model, 1, 60).logits(Piece(0, 0, range(5, 5 + rows)))[0] for model in (plain, fused)
+        ]
+        assert ran == [rows] * layers
+        assert relative_error(pair[1], pair[0]) < 5e-3
+        ran.clear()
+
+
+def test_rows_of_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(skinny.LT_ROWS, (40, 24), ((3, 4), (7, 7)))
+    assert [rows for rows in range(10) if skinny.lt_wins(rows, 40, 24)] == [3, 4, 7]
+    assert not skinny.lt_wins(3, 24, 40)
+
+
+@pytest.mark.gpu
+def test_cublaslt_for_its_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is left with the library that it had."""
+    monkeypatch.setitem(skinny.LT_ROWS, (512, 256), ((3, 4),))
+    weight = torch.randn(512, 256, device="cuda").bfloat16()
+    layer = linear.Linear(weight)
+    linear.use_tuned([layer], weight.device)
+    before, chosen = torch.backends.cuda.preferred_blas_library(), []
+    real = skinny.F.linear
+
+    def product(*args: Any) -> Tensor:
+        chosen.append(torch.backends.cuda.preferred_blas_library() != before)
+        return real(*args)
+
+    monkeypatch.setattr(skinny.F, "linear", product)
+    for rows in (2, 3, 4, 5):
+        x = torch.randn(rows, 256, device="cuda").bfloat16()
+        assert relative_error(layer(x), x.float() @ weight.float().T) < 1e-2
+    assert chosen == [False, True, True, False]
+    assert torch.backends.cuda.preferred_blas_library() == before
 
 
 @pytest.fixture
