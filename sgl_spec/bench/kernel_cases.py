@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgl_spec_kernels import tree_attn
+from sgl_spec_kernels import gated_gemm, tree_attn
 from sgl_spec_kernels.rms_norm import rms_norm
 from sgl_spec_kernels.rope_kv import rope_kv
 from sgl_spec_kernels.silu_mul import silu_mul
@@ -72,7 +72,9 @@ def model_cases() -> Iterator[Case]:
         yield norm(rows)
         yield rope(rows)
         yield gate(rows)
-    for batch, q_len in ((1, 1), (1, 8), (8, 1), (8, 8), (48, 1)):
+    for rows in (32, 48, 64, 96, 128, 192, 256):
+        yield gated(rows)
+    for batch, q_len in ((1, 1), (1, 8), (8, 1), (8, 8), (48, 1), (48, 4)):
         yield layer(batch, q_len, 600)
 
 
@@ -203,6 +205,24 @@ def gate(rows: int) -> Case:
     return Case(f"silu x mul x {rows}", 2 * 3 * rows * INNER, prepare, baseline)
 
 
+def gated(rows: int, shape: gated_gemm.GatedShape | None = None) -> Case:
+    """The gate and up product with its activation; torch's product and our activation."""
+    outputs, inputs = LINEARS["gate_up"]
+    shape = shape or gated_gemm.wins(rows, outputs, inputs)
+
+    def prepare() -> Call:
+        assert shape is not None, f"nothing is tuned for {rows} rows"
+        weight, x = rand(outputs, inputs), rand(rows, inputs)
+        return lambda: gated_gemm.gated_gemm(x, weight, shape)
+
+    def baseline() -> Call:
+        weight, x = rand(outputs, inputs), rand(rows, inputs)
+        return lambda: silu_mul(F.linear(x, weight))
+
+    moved = 2 * (outputs * inputs + rows * (inputs + outputs // 2))
+    return Case(f"gated product x {rows}", moved, prepare, baseline, 2.0 * rows * outputs * inputs)
+
+
 def product(x: Tensor, weight: Tensor, work: GemmWork, added: Tensor | None = None) -> Tensor:
     """x W^T, added to a stream in place if there is one, by whatever is faster."""
     shape = wins(x.shape[0], *weight.shape)
@@ -217,12 +237,21 @@ def torch_product(x: Tensor, weight: Tensor, work: GemmWork, added: Tensor | Non
     return F.linear(x, weight) if added is None else added.addmm_(x, weight.T)
 
 
+def inner_product(x: Tensor, weight: Tensor, work: GemmWork) -> Tensor:
+    """silu(gate) * up, by whatever is faster."""
+    shape = gated_gemm.wins(x.shape[0], *weight.shape)
+    if shape is None:
+        return silu_mul(product(x, weight, work))
+    y: Tensor = gated_gemm.gated_gemm(x, weight, shape)
+    return y
+
+
 def layer(batch: int, q_len: int, length: int) -> Case:
-    """A whole layer, nine kernels; torch's: with its own products in place of ours."""
+    """A whole layer, eight or nine kernels; torch's: with its own products in place of ours."""
     rows, width = batch * q_len, (HEADS + 2 * KV_HEADS) * DIM
     shapes = [LINEARS[name] for name in ("qkv", "o", "gate_up", "down")]
 
-    def make(linear: Callable[..., Tensor]) -> Call:
+    def make(linear: Callable[..., Tensor], inner: Callable[..., Tensor]) -> Call:
         qkv_w, o_w, gate_w, down_w = (rand(*shape) * 0.02 for shape in shapes)
         x, stream, norm_w = rand(rows, HIDDEN), rand(rows, HIDDEN), rand(HIDDEN)
         work = gemm_work(shapes, rows, DEVICE)
@@ -238,18 +267,18 @@ def layer(batch: int, q_len: int, length: int) -> Case:
             mixed = attend()
             assert isinstance(mixed, Tensor)
             linear(mixed, o_w, work, stream)
-            inner = silu_mul(linear(rms_norm(stream, norm_w, 1e-5), gate_w, work))
-            linear(inner, down_w, work, stream)
+            linear(inner(rms_norm(stream, norm_w, 1e-5), gate_w, work), down_w, work, stream)
 
         return call
-
-    def torch_product(
-        x: Tensor, weight: Tensor, _: GemmWork, added: Tensor | None = None
-    ) -> Tensor:
-        return F.linear(x, weight) if added is None else added.addmm_(x, weight.T)
 
     weights = sum(outputs * inputs for outputs, inputs in shapes)
     moved = 2 * weights + _attn_bytes(batch, q_len, length)
     name = f"layer {batch} x {q_len}, {length} cached"
     flops = 2.0 * rows * weights
-    return Case(name, moved, lambda: make(product), lambda: make(torch_product), flops)
+    return Case(
+        name,
+        moved,
+        lambda: make(product, inner_product),
+        lambda: make(torch_product, lambda *of: silu_mul(torch_product(*of))),
+        flops,
+    )

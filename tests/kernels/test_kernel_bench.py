@@ -10,7 +10,7 @@ from kernel_runs import INTERPRETED
 
 from sgl_spec.bench import kernel_cases, kernels, tree_cases
 from sgl_spec.errors import ConfigError
-from sgl_spec_kernels import filters, reject, sample
+from sgl_spec_kernels import filters, gated_gemm, reject, sample
 
 TOY = {
     "HIDDEN": 32,
@@ -45,6 +45,7 @@ def test_every_case_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel_cases.norm(2),
         kernel_cases.rope(2),
         kernel_cases.gate(2),
+        kernel_cases.gated(2, gated_gemm.GatedShape(16, 16, 4, 3)),
         kernel_cases.layer(1, 2, 9),
         tree_cases.topk(1, 24),
         tree_cases.topk(1, 40),
