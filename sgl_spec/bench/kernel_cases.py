@@ -240,9 +240,11 @@ def torch_product(x: Tensor, weight: Tensor, work: GemmWork, added: Tensor | Non
 def inner_product(x: Tensor, weight: Tensor, work: GemmWork) -> Tensor:
     """silu(gate) * up, by whatever is faster."""
     shape = gated_gemm.wins(x.shape[0], *weight.shape)
+    y: Tensor
     if shape is None:
-        return silu_mul(product(x, weight, work))
-    y: Tensor = gated_gemm.gated_gemm(x, weight, shape)
+        y = silu_mul(product(x, weight, work))
+    else:
+        y = gated_gemm.gated_gemm(x, weight, shape)
     return y
 
 
