@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sgl_spec.engine.batch import StepOutput
+from sgl_spec.engine.metrics import EngineCounters
 from sgl_spec.engine.req import Req
 from sgl_spec.messages import OutputChunk
 from sgl_spec.request import Logprobs
@@ -17,6 +18,19 @@ def keep_logprobs(reqs: list[Req], output: StepOutput) -> None:
         if new is not None and req.logprobs is not None:
             kept = req.output_len - len(req.logprobs.output)
             req.logprobs.output.extend(new.part(0, kept))
+
+
+def count_round(
+    counters: EngineCounters, reqs: list[Req], output: StepOutput, taken: list[int]
+) -> None:
+    """Count a round of speculation. taken: tokens each request kept; who kept none had ended."""
+    for req, tokens, proposed, kept in zip(
+        reqs, output.tokens, output.proposed, taken, strict=True
+    ):
+        if kept:
+            accepted = min(kept, len(tokens) - 1)
+            req.spec.add_round(proposed=proposed, accepted=accepted, emitted=kept)
+            counters.add_round(proposed=proposed, accepted=accepted, emitted=kept)
 
 
 def is_due(req: Req, stream_interval: int) -> bool:
@@ -53,3 +67,11 @@ def _fresh_logprobs(req: Req) -> tuple[Logprobs | None, Logprobs | None]:
     prompt = None if record.prompt_sent else record.prompt
     record.prompt_sent = True
     return record.output.part(req.reported), prompt
+
+
+def too_long(prompt: int, new: int, longest: int) -> str:
+    """Why a request is refused that can never run. longest: what the pool holds for one."""
+    return (
+        f"Requested token count exceeds what the KV pool can hold for one request: {prompt} prompt "
+        f"+ {new} new tokens > {longest}. Lower max_new_tokens or raise --max-total-tokens."
+    )

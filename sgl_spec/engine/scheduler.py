@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from sgl_spec.engine.batch import Batch, Computed, DecodeBatch, PrefillBatch, StepOutput
 from sgl_spec.engine.compiling import Compiling
@@ -29,7 +29,7 @@ from sgl_spec.engine.policy import (
     tree_reserve,
     waits_for_prefix,
 )
-from sgl_spec.engine.replies import chunk_of, is_due, keep_logprobs
+from sgl_spec.engine.replies import chunk_of, count_round, is_due, keep_logprobs, too_long
 from sgl_spec.engine.req import Phase, Req
 from sgl_spec.engine.runner import Runner
 from sgl_spec.engine.slots import SlotManager
@@ -85,6 +85,7 @@ class Scheduler:
         self._leaving: list[Req] = []  # ended while in flight: they keep their rows until collected
         self._ended: list[Req] = []  # to be told
         self._flights: deque[Flight] = deque()  # in order of launch; between steps at most one
+        self._uncounted: list[tuple[list[Req], StepOutput, list[int]]] = []
         self._last_was_prefill = False
         self._reserve = tree_reserve(limits.round_slots)
 
@@ -101,8 +102,10 @@ class Scheduler:
         """Queue a request, or end it at once when it can never run or the queue is full."""
         self.counters.requests += 1
         limit, rows = self.limits.max_queued, self.limits.max_running - len(self.running)
-        if len(req.ids) + req.sampling.max_new_tokens > self.limits.max_request_tokens:
-            self._refuse(req, 400, self._too_long(req), "max_new_tokens")
+        longest = self.limits.max_request_tokens
+        if len(req.ids) + req.sampling.max_new_tokens > longest:
+            problem = too_long(len(req.ids), req.sampling.max_new_tokens, longest)
+            self._refuse(req, 400, problem, "max_new_tokens")
         elif limit is not None and len(self.waiting) + len(self.compiling) >= limit + rows:
             self._refuse(req, 503, "The request queue is full.")
         elif req.sampling.grammar is not None:
@@ -130,6 +133,7 @@ class Scheduler:
             self._collect(under_way=0)
             plan = self._plan()
         self._launch(plan)
+        self._count()
         if self.limits.check_every_step:
             self.slots.check([*self.running, *self._leaving])
         return self._reply()
@@ -140,6 +144,7 @@ class Scheduler:
         if self._wanted():
             return False
         self._collect(under_way=0)
+        self._count()
         self.slots.flush()
         self.worker.flush()
         return True
@@ -221,8 +226,7 @@ class Scheduler:
         filling = [r.ids for r in self.running if r.phase is Phase.PREFILL]
         if not filling or not self.slots.use_cache:
             return False
-        sharable = req.ids[: req.reusable + 1]
-        return waits_for_prefix(sharable, self.slots.cached_len(req), filling)
+        return waits_for_prefix(req.ids[: req.reusable + 1], self.slots.cached_len(req), filling)
 
     def _try_admit(self, req: Req) -> bool:
         have = self.slots.pin_prefix(req)
@@ -267,26 +271,28 @@ class Scheduler:
         return prefill_plan(reqs[: len(takes)], takes)
 
     def _decode_batch(self, decoding: list[Req]) -> Plan | None:
-        if not self._make_room(decoding):
+        missing = [self._shortfall(req) for req in decoding]
+        if not self.slots.make_room(sum(missing)):
+            if not self._retract_for(decoding):
+                return None
+            decoding = [req for req in decoding if req.phase is Phase.DECODE]
+            missing = [self._shortfall(req) for req in decoding]
+        if not decoding:
             return None
-        reqs = [r for r in decoding if r.phase is Phase.DECODE]
-        if not reqs:
-            return None
-        self.slots.grow_all(reqs, [self._shortfall(req) for req in reqs])
-        return decode_plan(reqs, self.limits.draft_tokens)
+        self.slots.grow_all(decoding, missing)
+        return decode_plan(decoding, self.limits.draft_tokens)
 
-    def _make_room(self, decoding: list[Req]) -> bool:
+    def _retract_for(self, decoding: list[Req]) -> bool:
         """Retract requests until the next round of the others has its slots. False if a batch in
         flight is to be collected before: nobody is retracted whose tokens are on the way, and
         perhaps nobody need be."""
-        order = retract_order(
-            [r.output_len for r in self.running], [r.prompt_len for r in self.running]
-        )
-        victims = [self.running[i] for i in order]
+        if self._flights:
+            return False
+        running = self.running
+        order = retract_order([r.output_len for r in running], [r.prompt_len for r in running])
+        victims = [running[i] for i in order]
         staying = set(decoding)
         while not self.slots.make_room(sum(map(self._shortfall, staying))):
-            if self._flights:
-                return False
             assert len(victims) > 1, "a request that passed submit fits the pool alone"
             victim = victims.pop(0)
             staying.discard(victim)
@@ -320,10 +326,11 @@ class Scheduler:
         else:
             self.counters.rounds += bool(live)
             taken = [
-                self._commit_round(req, tokens, proposed) if req.finish is None else 0
-                for req, tokens, proposed in zip(reqs, output.tokens, output.proposed, strict=True)
+                self._commit_round(req, tokens) if req.finish is None else 0
+                for req, tokens in zip(reqs, output.tokens, strict=True)
             ]
             self.worker.observe(taken)
+            self._uncounted.append((reqs, output, taken))
         keep_logprobs(reqs, output)
         for req in live:
             if req.finish is not None:
@@ -341,16 +348,19 @@ class Scheduler:
         self.counters.generated += req.append(tokens)
         self.worker.begin(req)
 
-    def _commit_round(self, req: Req, tokens: list[int], proposed: int) -> int:
+    def _commit_round(self, req: Req, tokens: list[int]) -> int:
         taken = req.append(tokens)
         req.held.committed_len += taken
-        accepted = min(taken, len(tokens) - 1)
-        if self.limits.draft_tokens > 1:
-            req.spec.add_round(proposed=proposed, accepted=accepted, emitted=taken)
-            self.counters.add_round(proposed=proposed, accepted=accepted, emitted=taken)
-        self.counters.generated += taken
         req.drafted = len(req.ids)
         return taken
+
+    def _count(self) -> None:
+        """Count the rounds that were committed; the next one need not wait for it."""
+        for reqs, output, taken in self._uncounted:
+            self.counters.generated += sum(taken)
+            if self.limits.draft_tokens > 1:
+                count_round(self.counters, reqs, output, taken)
+        self._uncounted.clear()
 
     # --- ends and replies -------------------------------------------------------------------------
 
@@ -379,17 +389,8 @@ class Scheduler:
         reason = FinishReason(kind="abort", message=message, status=status, param=param)
         self._end(req, reason)
 
-    def _too_long(self, req: Req) -> str:
-        return (
-            f"Requested token count exceeds what the KV pool can hold for one request: "
-            f"{len(req.ids)} prompt + {req.sampling.max_new_tokens} new tokens > "
-            f"{self.limits.max_request_tokens}. Lower max_new_tokens or raise --max-total-tokens."
-        )
-
     def _live(self) -> Iterator[Req]:
-        yield from self.compiling
-        yield from self.waiting
-        yield from self.running
+        return chain(self.compiling, self.waiting, self.running)
 
     def _reply(self) -> list[OutputChunk]:
         interval = self.limits.stream_interval

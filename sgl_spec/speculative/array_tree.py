@@ -126,25 +126,23 @@ class ArrayTree:
         )
 
 
-def accepted_of(tree: ArrayTree, emitted: list[list[int]], counts: list[int]) -> AcceptResult:
+def accepted_of(
+    tree: ArrayTree, emitted: IntArray, lengths: IntArray, kept: IntArray
+) -> AcceptResult:
     """The result of a round of which only the emitted tokens are known: siblings are distinct, so
-    tokens name a path. emitted: per request. counts: how many of them were kept."""
-    width = max(1, *map(len, emitted))
-    tokens = np.array([given + [0] * (width - len(given)) for given in emitted])
-    path = np.zeros_like(tokens)
-    lengths = np.array([len(given) for given in emitted])
-    (alive,) = np.nonzero(lengths > 1)
+    tokens name a path. emitted: [B, W] and how many of them count [B]. kept: [B] how many of these
+    their requests took."""
+    path = np.zeros(emitted.shape, np.int64)
     inner = tree.used()
     inner[:, 0] = False
-    for step in range(1, width):
-        going = np.flatnonzero(lengths.take(alive) > step)
-        alive = alive.take(going)
-        node = path[alive, step - 1]
-        found = tree.parents.take(alive, axis=0) == node[:, None]
-        found &= tree.tokens.take(alive, axis=0) == tokens[alive, step - 1][:, None]
+    alive = np.arange(tree.batch)
+    for step in range(1, emitted.shape[1]):
+        alive = alive.take(np.flatnonzero(lengths.take(alive) > step))
+        found = tree.parents.take(alive, axis=0) == path[alive, step - 1][:, None]
+        found &= tree.tokens.take(alive, axis=0) == emitted[alive, step - 1][:, None]
         found &= inner.take(alive, axis=0)
         path[alive, step] = found.argmax(axis=1)
-    return AcceptResult(torch.from_numpy(tokens), torch.from_numpy(path), torch.tensor(counts))
+    return AcceptResult(*(torch.from_numpy(each) for each in (emitted, path, kept)))
 
 
 def _links(parents: IntArray, num_nodes: IntArray) -> IntArray:

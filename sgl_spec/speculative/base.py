@@ -114,7 +114,8 @@ class Looks(Protocol):
     """A drafter with this method as well can be left alone while it has nothing. On a GPU the
     engine then runs rounds without trees, which need not wait for the host, as long as looks do not
     promise more than waiting costs: such rounds are observed, with trees of one node, but nothing
-    is proposed for them. Neither this method nor `propose` is then given `DraftBatch.sampling`."""
+    is proposed for them. Neither this method nor `propose` is then given `DraftBatch.sampling`, and
+    a round may be observed after the proposal for the next, when that is under way."""
 
     def look(self, batch: DraftBatch) -> TokenTree:
         """The trees, with scores, that `propose` would give now. Nothing comes of them."""

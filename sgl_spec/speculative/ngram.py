@@ -89,11 +89,19 @@ class _Totals:
 @dataclass(slots=True)
 class _PutOff:
     """What `settle` has to do. outcome: what became of the drafts of some rows. draft: the rows'
-    next drafts, which take their place. gained: rows whose new tokens are to be inserted."""
+    next drafts, which take their place, and the batch that they were proposed for. gained: rows
+    whose new tokens are to be inserted."""
 
     outcome: tuple[Ints, TokenTree, AcceptResult] | None = None
     draft: tuple[Ints, Draft] | None = None
     gained: Ints | None = None
+    proposed: DraftBatch | None = None
+
+    def is_later(self, batch: DraftBatch) -> bool:
+        """Whether the drafts are of a round that comes after the one of `batch`: every request
+        that goes on has then gained a token."""
+        mine = self.proposed
+        return mine is not None and not np.array_equal(mine.lengths, batch.lengths)
 
 
 class NgramDrafter:
@@ -153,7 +161,7 @@ class NgramDrafter:
             return root_only(torch.from_numpy(batch.roots()))
         rows, texts = batch.rows, self._texts_of(batch)
         draft = self._builder.build(texts)
-        self._put_off.draft = rows, draft
+        self._put_off.draft, self._put_off.proposed = (rows, draft), batch
         self._suffixes[rows] = draft.suffixes
         in_log = (texts.tails >= 0) & (texts.logged == texts.lengths)
         self._suffixes_at[rows[in_log]] = self.trie.log.clock
@@ -188,10 +196,12 @@ class NgramDrafter:
 
     def observe(self, batch: DraftBatch, tree: TokenTree, accepted: AcceptResult) -> None:
         """See `Drafter`. `settle` learns from the verified nodes and inserts the new tokens."""
-        self.settle()
+        late = self._put_off.is_later(batch)
+        if not late:
+            self.settle()
         if tree.width > 1:
             self._put_off.outcome = batch.rows, tree, accepted
-        if self._asked:
+        if self._asked and not late:
             self._plan_rest(tree.width > 1)
             self._asked = False
         ends = batch.lengths + accepted.counts.numpy(force=True)

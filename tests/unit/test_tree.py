@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -157,12 +158,15 @@ def test_validate_names_the_broken_rule(field: str, value: list[object], rule: s
 
 def test_tokens_name_the_path_that_emitted_them() -> None:
     """Also where a cousin or an unused entry has the same token, and where a stop cut the round."""
-    accepted = accepted_of(ArrayTree.of(valid()), [[1, 1, 1], [7]], [2, 1])
+    tree = ArrayTree.of(valid())
+    emitted = np.array([[1, 1, 1], [7, 9, 9]])
+    accepted = accepted_of(tree, emitted, np.array([3, 1]), np.array([2, 1]))
     assert accepted.path[:, 0].tolist() == [0, 0]
     assert accepted.path[0].tolist() == [0, 1, 3]
     assert accepted.tokens[0].tolist() == [1, 1, 1]
     assert accepted.tokens[1, 0] == 7
     assert accepted.counts.tolist() == [2, 1]
-    accepted = accepted_of(ArrayTree.of(valid()), [[2, 5], [4]], [0, 1])
+    emitted = np.array([[2, 5], [4, 0]])
+    accepted = accepted_of(tree, emitted, np.array([2, 1]), np.array([0, 1]))
     assert accepted.path[0, :2].tolist() == [0, 2]
     assert accepted.counts.tolist() == [0, 1]

@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_spec.engine.cuda.costs import DeviceCosts
+from sgl_spec.engine.cuda.running import Running
 from sgl_spec.speculative.array_tree import ArrayTree, accepted_of
 from sgl_spec.speculative.base import DraftBatch, Drafter
-from sgl_spec.speculative.prune import MIN_GAIN, choose
+from sgl_spec.speculative.prune import choose
 from sgl_spec.speculative.tree import TokenTree
 
 IntArray = npt.NDArray[np.int64]
@@ -25,13 +26,15 @@ IntArray = npt.NDArray[np.int64]
 _WAITED_GAIN = 0.02  # of a tree, over none, once the device has waited for it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Told:
-    """A round whose tokens are known: what the drafter is to be told. tree: None without trees."""
+    """A round that is over. lengths: [B] of its requests' texts before it. given: [B, 1 + N], how
+    many tokens it gave, and which. taken: how many of them its requests took."""
 
-    draft: DraftBatch
-    tree: ArrayTree | None
-    tokens: list[list[int]]
+    round: Running
+    lengths: IntArray
+    given: IntArray
+    taken: list[int] | None = None
 
 
 class HostDrafting:
@@ -73,29 +76,59 @@ class HostDrafting:
         """Compare trees with rounds that run ahead. rate: expected tokens per millisecond, the wait
         included."""
         if self._look is not None:
-            self.idle = rate < (1 + MIN_GAIN) * batch / costs.plain_ahead(batch)
+            self.idle = rate < batch / costs.plain_ahead(batch)
 
-    def tell(self, draft: DraftBatch, tree: ArrayTree | None, tokens: list[list[int]]) -> None:
-        """What a round gave its requests. draft.lengths: of their texts before it."""
-        self._told = _Told(draft, tree, tokens)
+    def tell(self, launched: Running, lengths: IntArray, given: IntArray) -> None:
+        """What a round gave its requests; see `_Told`."""
+        self._told = _Told(launched, lengths, given)
 
-    def observe(self, taken: list[int], *, behind: bool) -> None:
-        """Hand on what was told. taken: tokens that each request kept. behind: whether the next
-        round is under way."""
-        told, self._told = self._told, None
-        if told is None:
+    def observe(self, taken: list[int]) -> None:
+        """What they took of it."""
+        if self._told is None:  # its batch ran one forward at a time
             return
-        draft, tree, tokens = told.draft, told.tree, told.tokens
-        if tree is None and 0 in taken:  # requests that ended while this round ran behind
-            index = np.flatnonzero(taken)
-            draft = draft.take(index)
-            tokens, taken = [tokens[i] for i in index], [taken[i] for i in index]
-        if not taken:
+        self._told.taken = taken
+        if not self.looks:
+            self.learn()
+
+    def learn(self, *, look: bool = False) -> None:
+        """Hand on what was observed: when the next round is under way, for which the drafter may
+        have proposed by then, or before a request of the last round is gone. look: whether the
+        round under way was launched without what is handed on now."""
+        told = self._told
+        if told is None or told.taken is None:
             return
+        self._told = None
+        self._note_times(told.round)
+        draft = self._inform(told, np.array(told.taken))
+        if look and self.idle and draft is not None:
+            self._look_at(draft)
+
+    def _inform(self, told: _Told, taken: IntArray) -> DraftBatch | None:
+        """Let the drafter observe a round. Returns where its requests stand now."""
+        assert told.round.draft is not None
+        draft, tree, given = (
+            replace(told.round.draft, lengths=told.lengths),
+            told.round.tree,
+            told.given,
+        )
+        if tree is None and not taken.all():  # ended while this round ran behind
+            (index,) = np.nonzero(taken)
+            draft, given, taken = draft.take(index), given[index], taken[index]
+        if not len(taken):
+            return None
         tree = tree or ArrayTree.roots(draft.roots())
-        self.drafter.observe(draft, tree.tensors(), accepted_of(tree, tokens, taken))
-        if self.idle and behind:
-            self._look_at(replace(draft, lengths=draft.lengths + np.array(taken)))
+        counts = given[:, 0]
+        emitted = given[:, 1 : 1 + counts.max()].astype(np.int64)
+        self.drafter.observe(draft, tree.tensors(), accepted_of(tree, emitted, counts, taken))
+        return replace(draft, lengths=draft.lengths + taken)
+
+    def _note_times(self, launched: Running) -> None:
+        if self.costs is None or launched.watch is None:
+            return
+        tree, size = launched.tree, launched.size
+        self.costs.ran(size, 0 if tree is None else tree.drafts, launched.watch.ms())
+        if launched.before is not None:
+            self.costs.waited(size, launched.before.ms_until(launched.watch))
 
     def _look_at(self, draft: DraftBatch) -> None:
         assert self._look is not None

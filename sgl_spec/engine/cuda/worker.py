@@ -136,6 +136,8 @@ class DeviceWorker(Worker):
     def close(self, row: int) -> None:
         """The row's request ended or was retracted; what still runs for it is dropped."""
         self._tenancy[row] += 1
+        if self._trees is not None:
+            self._trees.learn()
         super().close(row)
 
     # --- launch and collect -----------------------------------------------------------------------
@@ -176,40 +178,40 @@ class DeviceWorker(Worker):
         self._under_way -= 1
         tokens: list[list[int]] = [[] for _ in range(launched.size)]
         if launched.results is not None:
-            packed = launched.results.wait().tolist()
-            for place in launched.final:
-                count, *given = packed[place]
-                tokens[place] = given[:count]
+            given = launched.results.wait().numpy()
+            for place, (count, *drawn) in zip(
+                launched.final.tolist(), given[launched.final].tolist(), strict=True
+            ):
+                tokens[place] = drawn[:count]
             if self._trees is not None and launched.draft is not None:
-                draft = replace(launched.draft, lengths=self._length[launched.rows])
-                self._trees.tell(draft, launched.tree, tokens)
-            self._keep(launched, tokens)
-        if launched.watch is not None:
-            self._note_time(launched, launched.watch, sum(map(len, tokens)))
+                self._trees.tell(launched, self._length[launched.rows], given)
+            self._keep(launched, given[launched.final])
+        if self._resting is not None and launched.watch is not None:
+            self._resting.note(
+                self.rounds.padded(launched.size),
+                launched.size,
+                sum(map(len, tokens)),
+                launched.watch.ms(),
+                drafted=launched.drafted,
+            )
         if launched.forced and self._simulated is not None:
             self._simulated.note(torch.tensor([len(given) for given in tokens]))
         return StepOutput(tokens=tokens, proposed=launched.proposed)
 
-    def _note_time(self, launched: Running, watch: Stopwatch, tokens: int) -> None:
-        size = launched.size
-        if self._resting is not None:
-            padded = self.rounds.padded(size)
-            self._resting.note(padded, size, tokens, watch.ms(), drafted=launched.drafted)
-        elif self._trees is not None and self._trees.costs is not None:
-            costs, tree = self._trees.costs, launched.tree
-            costs.ran(size, 0 if tree is None else tree.drafts, watch.ms())
-            if launched.before is not None:
-                costs.waited(size, launched.before.ms_until(watch))
-
-    def _keep(self, launched: Running, tokens: list[list[int]]) -> None:
-        """Write down the tokens of rows that are still the same requests'."""
-        same = self._tenancy[launched.rows] == launched.tenancy
-        for row, place in zip(launched.rows[same], launched.final[same], strict=True):
-            length, given = self._length[row], tokens[place]
-            self.tokens[row, length : length + len(given)] = given
-            self._length[row] += len(given)
+    def _keep(self, launched: Running, given: IntArray) -> None:
+        """Write down the tokens of rows that are still the same requests'. given: [B, 1 + N],
+        counts and tokens."""
+        rows = launched.rows
+        same = self._tenancy[rows] == launched.tenancy
+        if not same.all():
+            rows, given = rows[same], given[same]
+        counts, tokens = given[:, 0], given[:, 1:]
+        column = np.arange(tokens.shape[1])
+        new = column < counts[:, None]
+        at = (rows * self.tokens.shape[1] + self._length[rows])[:, None] + column
+        self.tokens.reshape(-1)[at[new]] = tokens[new]
+        self._length[rows] += counts
         if isinstance(self.drafter, ModelDrafter):
-            rows = launched.rows[same]
             self._mark_written(rows, self._length[rows])
 
     def _mark_written(self, rows: IntArray, lengths: IntArray) -> None:
@@ -225,7 +227,15 @@ class DeviceWorker(Worker):
             super().observe(taken)
             return
         if self._trees is not None:
-            self._trees.observe(taken, behind=self._under_way > 0)
+            self._trees.observe(taken)
+            if self._under_way:
+                self._trees.learn(look=True)
+
+    def settle(self) -> None:
+        """A batch was launched: behind it the drafter hears of the round before."""
+        if self._trees is not None:
+            self._trees.learn()
+        super().settle()
 
     # --- prompts ----------------------------------------------------------------------------------
 
