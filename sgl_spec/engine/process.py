@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -45,6 +46,8 @@ def main(args: ServerArgs, to_engine_addr: str, from_engine_addr: str) -> int:
     torch.set_grad_enabled(False)  # here, not in the engine: an offline user may be training too
     try:
         engine = Engine(args)
+        gc.collect()
+        gc.freeze()  # libraries and weights: looking through them stalls all streams for 0.2 s
         outbox.send(encode(Ready(info=engine.info)))
         EngineLoop(engine, inbox, outbox).run()
         return 0
