@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from sgl_spec.bench.stages import Recorder, Replacement, Wrapped, as_stage, replaced
-from sgl_spec.engine.cuda import rounds
+from sgl_spec.engine.cuda import host_round, rest, rounds
 from sgl_spec.engine.cuda.graphs import Replayed
 from sgl_spec.engine.cuda.worker import DeviceWorker
 from sgl_spec.engine.engine import Engine
@@ -45,14 +45,15 @@ def _host(engine: Engine, recorder: Recorder) -> Iterator[Replacement]:
     if engine.drafter is not None and not isinstance(engine.drafter, ModelDrafter):
         propose = engine.drafter.propose
         yield engine.drafter, "propose", Wrapped(recorder, "drafting", propose)
-        yield worker, "observe", Wrapped(recorder, "tell the drafter", worker.observe)
+        yield worker, "settle", Wrapped(recorder, "tell the drafter", worker.settle)
 
 
 def _device(engine: Engine, recorder: Recorder) -> Iterator[Replacement]:
     model: Any = engine.model
     weights = total_bytes([*model.stack.tensors(), model.norm])
     verify = _reading(recorder, weights, model.kv_bytes_per_token, rounds.verify)
-    yield rounds, "verify", as_stage(recorder, "verify", verify)
+    for module in (rounds, host_round, rest):
+        yield module, "verify", as_stage(recorder, "verify", verify)
     head = _reading(recorder, total_bytes(model.lm_head.tensors()), 0, model.raw_logits)
     yield model, "raw_logits", Wrapped(recorder, "output layer", head)
     functions = {"build_tree": "tree build", "grow_tree": "tree build", "move_path": "compaction"}

@@ -272,8 +272,8 @@ class DeviceWorker(Worker):
         if program.lengths is not None:
             assert self._simulated is not None
             send(self._simulated.lengths(size), program.lengths[:size])
-        timed = self._resting is not None or self.costs is not None
-        watch = self._last = Stopwatch.started() if timed else None
+        weighed = self._resting is not None or self.costs is not None
+        watch = self._last = Stopwatch.started() if weighed else None
         replayed.run()
         if watch is not None:
             watch.stop()
