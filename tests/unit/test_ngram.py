@@ -384,6 +384,60 @@ def test_a_drafter_whose_trees_are_not_worth_verifying_rests() -> None:
     assert counted(server.drafter) >= sum(min(8, end + 1) for end in range(length))
 
 
+def test_a_look_is_what_would_be_proposed_and_leaves_no_trace() -> None:
+    plain, looked = Server(make()), Server(make())
+    for server in (plain, looked):
+        server.start(0, [3, 4, 5, 9] * 150, 30)
+        server.start(1, distinct(300), 20)
+    for _ in range(20):
+        seen, tree = looked.drafter.look(looked.batch()), looked.propose()
+        assert seen.tokens.equal(tree.tokens)
+        assert seen.num_nodes.equal(tree.num_nodes)
+        assert looked.round() == plain.round()
+        looked.drafter.look(looked.batch())
+    # Each round above was proposed for twice.
+    counts = {"proposed", "match_rate"}
+    assert {k: v for k, v in looked.drafter.stats().items() if k not in counts} == {
+        k: v for k, v in plain.drafter.stats().items() if k not in counts
+    }
+
+
+def test_who_looks_does_not_wait_for_a_rest_to_end() -> None:
+    server = Server(make(), prune=only_roots)
+    server.start(0, [3, 4, 5] * 100, 30)
+    while server.propose().width > 1:
+        server.round()
+    assert server.drafter.look(server.batch()).width > 1
+    assert server.propose().width > 1
+
+
+def test_a_round_may_be_observed_behind_the_next_proposal() -> None:
+    """What was verified is still told from what is proposed by then."""
+    drafters = [make(), make()]
+    for late, drafter in enumerate(drafters):
+        server = Server(drafter, late=True)
+        server.start(0, [3, 4, 5, 9, 4, 7] * 100, 40)
+        server.start(1, distinct(60) * 10, 70)
+        owed: list[tuple[DraftBatch, TokenTree, AcceptResult]] = []
+        for _ in range(30):
+            batch, tree = server.batch(), server.propose()
+            if late and owed:
+                drafter.observe(*owed.pop())
+            drafter.settle()
+            accepted = server.follow(tree, batch)
+            server.lengths[batch.rows] += accepted.counts.numpy()
+            owed.append((batch, tree, accepted))
+            if not late:
+                drafter.observe(*owed.pop())
+        for last in owed:
+            drafter.observe(*last)
+        drafter.settle()
+    punctual, late_stats = (each.stats() for each in drafters)
+    assert late_stats["acceptance_rate"] == pytest.approx(punctual["acceptance_rate"], abs=0.02)
+    assert late_stats["acceptance_rate"] > 0.5
+    assert late_stats["pending_tokens"] == 0
+
+
 def test_what_a_rest_left_uninserted_goes_in_after_the_end() -> None:
     server = Server(make(), prune=only_roots)
     server.start(0, distinct(300), 30)

@@ -1,0 +1,144 @@
+"""Trees of a drafter on the host, in rounds on the device: with them, without them ahead of the
+host, and from the one to the other. In the interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kernel_runs import INTERPRETED
+from tiny import MIN_VOCAB, make_tiny
+
+from sgl_spec import LLM
+from sgl_spec.engine.batch import Batch, DecodeBatch, Launched
+from sgl_spec.engine.cuda import worker as device_worker
+from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
+from sgl_spec.engine.cuda.drafting import HostDrafting
+from sgl_spec.engine.cuda.worker import DeviceWorker
+from sgl_spec.speculative.base import DraftBatch
+from sgl_spec.speculative.tree import AcceptResult, TokenTree
+
+PROMPTS = [[7], [40, 41, 42, 43, 9]]
+NEW = 12
+NODES = 3
+
+
+class Prophet:
+    """Drafts what comes, and something wrong beside it, where the first text's length says so.
+    asked: lengths of that text at proposals. told: [(length, kept)] of what it observed."""
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self.texts = texts
+        self.row_of: dict[int, list[int]] = {}
+        self.asked: list[int] = []
+        self.told: list[tuple[int, int]] = []
+
+    def begin(self, row: int, tokens: np.ndarray, known: int) -> None:
+        (self.row_of[row],) = (t for t in self.texts if t[: len(tokens)] == tokens.tolist())
+
+    def propose(self, batch: DraftBatch) -> TokenTree:
+        self.asked.append(int(batch.lengths[0]))
+        return self.look(batch)
+
+    def look(self, batch: DraftBatch) -> TokenTree:
+        tokens = torch.zeros(len(batch.rows), NODES, dtype=torch.int64)
+        parents = torch.tensor([[-1, 0, 1]]).repeat(len(batch.rows), 1)
+        has = batch.lengths[0] % 4 > 1
+        for i, (row, length) in enumerate(zip(batch.rows, batch.lengths, strict=True)):
+            text = self.row_of[int(row)]
+            assert text[:length] == batch.tokens[row, :length].tolist(), "not as collected"
+            given = [text[length - 1], *text[length : length + 2], 1, 1][:NODES]
+            given[2] += length % 3 == 0  # a wrong one now and then
+            tokens[i] = torch.tensor(given) % MIN_VOCAB
+        counts = torch.full((len(batch.rows),), NODES if has else 1)
+        scores = torch.tensor([[1.0, 0.9, 0.8]]).repeat(len(tokens), 1)
+        return TokenTree(tokens, parents, counts, scores)
+
+    def observe(self, batch: DraftBatch, tree: TokenTree, accepted: AcceptResult) -> None:
+        for row, length, kept in zip(batch.rows, batch.lengths, accepted.counts, strict=True):
+            text = self.row_of[int(row)][: length + int(kept)]
+            assert text == batch.tokens[row, : length + int(kept)].tolist()
+        self.told.append((int(batch.lengths[0]), int(accepted.counts[0])))
+
+    def finish(self, row: int) -> None:
+        del self.row_of[row]
+
+    def flush(self) -> None:
+        pass
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+class Watch:
+    """A round takes 5 ms, and the device waits 3 ms for a tree."""
+
+    @classmethod
+    def started(cls) -> Watch:
+        return cls()
+
+    def stop(self) -> None:
+        pass
+
+    def ms(self) -> float:
+        return 5.0
+
+    def ms_until(self, later: Watch) -> float:
+        return 3.0
+
+
+def known(shapes: TreeShapes) -> DeviceCosts:
+    costs = DeviceCosts(shapes)
+    costs.know(4, 4, 5.0)
+    costs.know(4, 4 * NODES, 5.0)
+    return costs
+
+
+@INTERPRETED
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of rows that fill a forward up: garbage
+@pytest.mark.parametrize("overlap", [True, False])
+def test_texts_are_the_same_with_and_without_trees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    target = make_tiny(tmp_path, vocab=MIN_VOCAB, layers=1)
+    sampling = {"temperature": 0.0, "max_new_tokens": NEW, "ignore_eos": True}
+    options = {"max_total_tokens": 512, "max_running_requests": 4, "context_length": 64}
+    expected = [one.output_ids for one in LLM(str(target), **options).generate(PROMPTS, sampling)]
+    llm = LLM(
+        str(target),
+        attention_backend="triton",
+        speculative_algorithm="NGRAM",
+        speculative_num_draft_tokens=NODES,
+        disable_overlap_schedule=not overlap,
+        **options,
+    )
+    worker = llm.engine.scheduler.worker
+    assert isinstance(worker, DeviceWorker)
+    monkeypatch.setattr(device_worker, "Stopwatch", Watch)
+    worker.rounds.sizes, worker.shapes = (4,), TreeShapes((4,), NODES)
+    texts = [prompt + new for prompt, new in zip(PROMPTS, expected, strict=True)]
+    drafter = worker.drafter = Prophet(texts)
+    worker.costs = known(worker.shapes)
+    worker._trees = HostDrafting(drafter, worker.costs)
+    ahead: list[bool] = []
+    launch = worker.launch
+
+    def watched(batch: Batch) -> Launched:
+        if isinstance(batch, DecodeBatch):
+            ahead.append(worker._under_way > 0)
+        return launch(batch)
+
+    monkeypatch.setattr(worker, "launch", watched)
+    assert [one.output_ids for one in llm.generate(PROMPTS, sampling)] == expected
+    counters = llm.engine.counters
+    assert counters.accepted > 4
+    assert any(ahead) == overlap, "rounds without trees run ahead"
+    assert not all(ahead)
+    if not overlap:
+        assert len(drafter.asked) == len(ahead)
+    else:
+        assert len(drafter.asked) == ahead.count(False)
+    assert sum(kept for _, kept in drafter.told) >= NEW - 2
+    assert llm.engine.scheduler.flush()
