@@ -121,10 +121,10 @@ class Engine:
         self.rule = rule_of(args)
         self.drafter = make_drafter(args, self.model, self.slots, self.draft_model)
         self.slots.reads_ahead = follows_kv(self.drafter) and self.drafter.reads_ahead
-        worker = self._make_worker(kv, rows)
+        self.worker = self._make_worker(kv, rows)
         limits = self._limits(rows, reserve, check_every_step)
         grammars = GrammarJobs(self._grammar_compiler(), config.vocab_size)
-        self.scheduler = Scheduler(worker, self.slots, limits, self.counters, grammars)
+        self.scheduler = Scheduler(self.worker, self.slots, limits, self.counters, grammars)
 
     def _make_worker(self, kv: KVCache, rows: int) -> Worker:
         """What runs the batches: rounds that live on the device where the fused kernels run and the
@@ -391,6 +391,6 @@ class Engine:
             free_tokens=self.slots.pages.free_slots,
             held_tokens=held,
             gen_throughput=self.throughput.rate(),
-            drafter=dict(self.drafter.stats()) if self.drafter is not None else {},
+            drafter=self.worker.drafter_stats(),
             **counters.as_dict(),
         )

@@ -41,7 +41,7 @@ from sgl_spec.speculative.base import DraftBatch, Drafter, settle
 from sgl_spec.speculative.grammar import Constraint, mask_tree, token_masks
 from sgl_spec.speculative.penalties import TokenCounts
 from sgl_spec.speculative.propose import require_sampled
-from sgl_spec.speculative.prune import MIN_GAIN, CostTable, keep_nodes, prune
+from sgl_spec.speculative.prune import MIN_GAIN, CostTable, bounded, prune
 from sgl_spec.speculative.rules import AcceptanceRule, FollowRule
 from sgl_spec.speculative.sampling import SamplingRows, build_rows
 from sgl_spec.speculative.topology import Topology
@@ -170,6 +170,10 @@ class Worker:
         if self.drafter is not None and row in self._drafting:
             self._drafting.discard(row)
             self.drafter.finish(row)
+
+    def drafter_stats(self) -> dict[str, float]:
+        """Figures of the drafter, for /server_info and /metrics."""
+        return {} if self.drafter is None else dict(self.drafter.stats())
 
     def flush(self) -> None:
         """Forget what the drafter has learned."""
@@ -327,9 +331,7 @@ class Worker:
         drafting_s = time.perf_counter() - start
         if self.topology is not None:
             require_sampled(tree, self.topology)
-        if not _fits(tree, remaining, draft.max_nodes):
-            tree = keep_nodes(tree, _useful(tree, remaining, draft.max_nodes))
-        tree = self._constrain(tree, draft.rows)
+        tree = self._constrain(bounded(tree, remaining, draft.max_nodes), draft.rows)
         if int(tree.num_nodes.max()) > 1 and self.costs is not None:
             tree = prune(tree, self._price(self.costs, tree.batch, drafting_s), MIN_GAIN)
         return narrow(tree)
@@ -400,19 +402,3 @@ class Worker:
             self.tokens[row, length : length + len(new)] = new
         proposed = (tree.num_nodes - 1).tolist()
         return StepOutput(tokens=tokens, proposed=proposed, logprobs=logprobs)
-
-
-def _fits(tree: TokenTree, remaining: IntArray, max_nodes: IntArray) -> bool:
-    """Whether no node is too deep and none too many, by the trees' sizes alone."""
-    small = bool((tree.num_nodes.numpy(force=True) <= max_nodes).all())
-    return small and tree.width <= int(remaining.min())
-
-
-def _useful(tree: TokenTree, remaining: IntArray, max_nodes: IntArray) -> Tensor:
-    """[B, N] bool: the nodes that a request can still keep and may verify. Parents come first, so a
-    tree may be cut anywhere; a drafter may forget its bound."""
-    device = tree.tokens.device
-    useful = tree.depths() < on_device(remaining, device)[:, None]
-    node = torch.arange(tree.width, device=device)
-    useful &= node < on_device(max_nodes, device)[:, None]
-    return useful & tree.used()

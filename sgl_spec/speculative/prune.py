@@ -21,6 +21,7 @@ from sgl_spec.speculative.tree import TokenTree
 
 FloatArray = npt.NDArray[np.floating]
 BoolArray = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +138,20 @@ def keep_nodes(tree: TokenTree, mask: Tensor) -> TokenTree:
         draft=None if tree.draft is None else tree.draft.take(order),
         allowed=None if tree.allowed is None else tree.allowed.take(order),
     )
+
+
+def bounded(tree: TokenTree, remaining: IntArray, max_nodes: IntArray) -> TokenTree:
+    """The trees without nodes that their requests cannot keep or may not verify; a drafter may
+    forget its bound. remaining, max_nodes: [B], see `engine.batch.DecodeBatch`."""
+    small = bool((tree.num_nodes.numpy(force=True) <= max_nodes).all())
+    if small and tree.width <= int(remaining.min()):
+        return tree
+    useful = useful_nodes(ArrayTree.of(tree), remaining, max_nodes)
+    return keep_nodes(tree, on_device(useful, tree.tokens.device))
+
+
+def useful_nodes(tree: ArrayTree, remaining: IntArray, max_nodes: IntArray) -> BoolArray:
+    """[B, N]: the nodes that `bounded` keeps. Parents come first, so a tree may be cut anywhere."""
+    useful = tree.used() & (tree.depths < remaining[:, None])
+    useful &= np.arange(tree.width) < max_nodes[:, None]
+    return useful

@@ -106,6 +106,11 @@ class DeviceCosts:
         table = replace(self.table(requests), fixed=0.0)
         _blend(self._more, size, max(0.0, ms - table.cost(requests + drafts)))
 
+    @property
+    def wait(self) -> float:
+        """What was last known of it, ms."""
+        return next(reversed(self._waits.values()), 0.0)
+
     def waited(self, requests: int, ms: float) -> None:
         """The device had nothing to do before a round with trees."""
         if ms < _MOST_WAITED:

@@ -18,7 +18,7 @@ from sgl_spec.engine.cuda.costs import DeviceCosts
 from sgl_spec.engine.cuda.running import Running
 from sgl_spec.speculative.array_tree import ArrayTree, accepted_of
 from sgl_spec.speculative.base import DraftBatch, Drafter
-from sgl_spec.speculative.prune import choose
+from sgl_spec.speculative.prune import choose, useful_nodes
 from sgl_spec.speculative.tree import TokenTree
 
 IntArray = npt.NDArray[np.int64]
@@ -52,6 +52,10 @@ class HostDrafting:
         self.idle = False
         self._told: _Told | None = None
 
+    def stats(self) -> dict[str, float]:
+        """device_wait_ms: how long the device lately waited for the trees of a round."""
+        return {} if self.costs is None else {"device_wait_ms": self.costs.wait}
+
     def begin(self) -> None:
         """A request came that may be drafted for."""
         self.idle = False
@@ -62,7 +66,7 @@ class HostDrafting:
             return ArrayTree.roots(draft.roots())
         tree = ArrayTree.of(self.drafter.propose(draft))
         if tree.width > remaining.min() or (tree.num_nodes > draft.max_nodes).any():
-            tree = tree.keep(_useful(tree, remaining, draft.max_nodes))
+            tree = tree.keep(useful_nodes(tree, remaining, draft.max_nodes))
         if self.costs is not None and tree.scores is not None:
             tree = self._worthwhile(tree, self.costs)
         return tree
@@ -136,11 +140,3 @@ class HostDrafting:
         found = ArrayTree.of(self._look(draft))
         choice = choose(found, self.costs.table(found.batch))
         self._weigh(found.batch, choice.rate, self.costs)
-
-
-def _useful(tree: ArrayTree, remaining: IntArray, max_nodes: IntArray) -> npt.NDArray[np.bool_]:
-    """[B, N]: the nodes that a request can still keep and may verify; a drafter may forget its
-    bound."""
-    useful = tree.used() & (tree.depths < remaining[:, None])
-    useful &= np.arange(tree.width) < max_nodes[:, None]
-    return useful

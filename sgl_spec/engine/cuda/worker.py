@@ -133,6 +133,11 @@ class DeviceWorker(Worker):
         if self._trees is not None:
             self._trees.begin()
 
+    def drafter_stats(self) -> dict[str, float]:
+        """Those of trees that the host makes included."""
+        mine = {} if self._trees is None else self._trees.stats()
+        return super().drafter_stats() | mine
+
     def close(self, row: int) -> None:
         """The row's request ended or was retracted; what still runs for it is dropped."""
         self._tenancy[row] += 1
