@@ -134,8 +134,8 @@ def test_many_requests_come_and_go_in_half_precision(models: Models, server: str
 
 @pytest.fixture
 def small_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """A GPU of 5 GB: torch refuses to go beyond. Its size."""
-    size, whole = 5 * 10**9, torch.cuda.mem_get_info()[1]
+    """A GPU of 8 GB: torch refuses to go beyond. Its size."""
+    size, whole = 8 * 10**9, torch.cuda.mem_get_info()[1]
 
     def read(device: torch.device) -> GpuMemory:
         torch.cuda.empty_cache()
