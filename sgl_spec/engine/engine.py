@@ -37,7 +37,7 @@ from sgl_spec.engine.memory import (
     work_bytes,
 )
 from sgl_spec.engine.metrics import EngineCounters, RoundLog, Throughput
-from sgl_spec.engine.policy import tree_reserve
+from sgl_spec.engine.policy import PREFILL_REQUESTS_CUDA, tree_reserve
 from sgl_spec.engine.profiling import Profiler
 from sgl_spec.engine.req import make_req
 from sgl_spec.engine.scheduler import Limits, Scheduler
@@ -259,6 +259,7 @@ class Engine:
             max_queued=args.max_queued_requests,
             max_request_tokens=min(self.context_length, alone),
             prefill_budget=self._prefill_budget,
+            prefill_requests=PREFILL_REQUESTS_CUDA if self._graph_sizes(rows) else None,
             chunked=args.chunked_prefill_size != -1,
             draft_tokens=args.tree_nodes,
             round_slots=args.round_slots,

@@ -93,6 +93,11 @@ def prefill_order(unfilled: Sequence[int], passed: Sequence[int]) -> list[int]:
     return sorted(range(len(unfilled)), key=lambda i: (not late[i], 0 if late[i] else unfilled[i]))
 
 
+PREFILL_REQUESTS_CUDA = 16
+"""Prompts of one forward on a GPU: its graphs are made for so many, and a forward of more would be
+launched kernel by kernel, which takes longer than to run two."""
+
+
 def split_prefill(unfilled: Sequence[int], budget: int, *, chunked: bool) -> list[int]:
     """How many tokens of each prefilling request the next forward takes, in order.
 

@@ -42,7 +42,8 @@ class Limits:
     """The scheduler's bounds, resolved from the flags.
 
     max_request_tokens: prompt + output tokens that one request can hold when it runs alone.
-    prefill_budget: prompt tokens of one forward; chunked: whether a prompt may be cut to fit it.
+    prefill_budget: prompt tokens of one forward; chunked: whether a prompt may be cut to fit it;
+    prefill_requests: most prompts of one forward, None for any number.
     draft_tokens: most nodes of a tree, root included (1: no speculation). round_slots: most slots
     behind the committed tokens that one round writes. overlap: whether a batch may be under way
     while the host does anything else than wait for it.
@@ -58,6 +59,7 @@ class Limits:
     schedule_policy: str = "fcfs"
     stream_interval: int = 1
     overlap: bool = True
+    prefill_requests: int | None = None
     check_every_step: bool = False
 
 
@@ -180,18 +182,18 @@ class Scheduler:
             if not (self.waiting or self._ended):
                 self.compiling.wait()
             return
+        ahead = self._runs_ahead(plan)
         for req in plan.reqs:
             assert req.in_flight <= isinstance(plan.batch, DecodeBatch), "known to one batch"
             req.in_flight += 1
         launched = self.worker.launch(plan.batch)
         self.worker.settle()
-        self._flights.append(Flight(plan, launched, self._runs_ahead(plan)))
+        self._flights.append(Flight(plan, launched, ahead))
         self._last_was_prefill = isinstance(plan.batch, PrefillBatch)
         if self._last_was_prefill:
             for req in self.running:
                 req.passed += req.phase is Phase.PREFILL and not req.in_flight
-        waits = self.limits.overlap and not isinstance(launched, Computed)
-        self._collect(under_way=int(waits))
+        self._collect(under_way=self.limits.overlap and not isinstance(launched, Computed))
 
     def _collect(self, under_way: int) -> None:
         """Wait for the oldest batches and commit what they gave, until so many are in flight."""
@@ -265,7 +267,7 @@ class Scheduler:
 
     def _prefill_batch(self, filling: list[Req]) -> Plan:
         order = prefill_order([r.unfilled for r in filling], [r.passed for r in filling])
-        reqs = [filling[i] for i in order]
+        reqs = [filling[i] for i in order[: self.limits.prefill_requests]]
         unfilled = [req.unfilled for req in reqs]
         takes = split_prefill(unfilled, self.limits.prefill_budget, chunked=self.limits.chunked)
         return prefill_plan(reqs[: len(takes)], takes)

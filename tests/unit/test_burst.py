@@ -107,6 +107,12 @@ def test_a_burst_is_packed_into_few_forwards() -> None:
     assert times.max() < 1e3 * (48 * 300 * TOKEN_S + 7 * ROUND_S + 10 * HOST_S)
 
 
+def test_a_forward_takes_no_more_prompts_than_it_is_made_for() -> None:
+    """48 short prompts that would fit into one."""
+    _, clock = first_tokens([40] * 48, prefill_requests=16)
+    assert clock.chunks == [640] * 3
+
+
 def test_most_first_tokens_do_not_wait_for_a_few_long_prompts() -> None:
     """One prompt in three is long, as where documents are summarised between questions."""
     lens = [800 if i % 3 == 0 else 100 for i in range(48)]

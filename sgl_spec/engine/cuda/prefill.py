@@ -23,12 +23,12 @@ from sgl_spec.engine.cuda.rounds import (
     even_starts,
 )
 from sgl_spec.engine.cuda.transfer import send
+from sgl_spec.engine.policy import PREFILL_REQUESTS_CUDA
 from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.speculative.array_tree import ArrayTree
 
 IntArray = npt.NDArray[np.int64]
 
-REQUESTS = 16  # of a captured forward
 MOST_ROWS = 2048  # of a captured forward; larger ones keep the card busy anyway
 _EVERY_KIND = RoundKind(sampled=True, filtered=True)  # a forward draws too little to matter
 
@@ -200,7 +200,7 @@ class Prefills:
         [rows, width], every request's text."""
         total, requests = int(batch.takes.sum()), len(batch.rows)
         size = next((count for count in self.sizes if count >= total), None)
-        if size is None or requests > REQUESTS:
+        if size is None or requests > PREFILL_REQUESTS_CUDA:
             program = PrefillRound(self._parts, total, requests)
             program.fill(batch, texts)
             program()
@@ -219,5 +219,5 @@ class Prefills:
 
     def _captured(self, size: int) -> Replayed:
         return self._rounds.captured(
-            ("prefill", size), lambda: PrefillRound(self._parts, size, REQUESTS)
+            ("prefill", size), lambda: PrefillRound(self._parts, size, PREFILL_REQUESTS_CUDA)
         )
