@@ -20,8 +20,9 @@ from sgl_spec.engine.cuda.worker import DeviceWorker
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
 
-PROMPTS = [[7], [40, 41, 42, 43, 9]]
-NEW = 12
+PROMPTS = [[7], [40, 41, 42, 43, 9], [40, 41, 5]]
+NEW = [10, 5, 5]
+ROWS = 2  # the third request comes when another has ended
 NODES = 3
 
 
@@ -91,8 +92,8 @@ class Watch:
 
 def known(shapes: TreeShapes) -> DeviceCosts:
     costs = DeviceCosts(shapes)
-    costs.know(4, 4, 5.0)
-    costs.know(4, 4 * NODES, 5.0)
+    costs.know(ROWS, ROWS, 5.0)
+    costs.know(ROWS, ROWS * NODES, 5.0)
     return costs
 
 
@@ -103,42 +104,40 @@ def test_texts_are_the_same_with_and_without_trees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
     target = make_tiny(tmp_path, vocab=MIN_VOCAB, layers=1)
-    sampling = {"temperature": 0.0, "max_new_tokens": NEW, "ignore_eos": True}
-    options = {"max_total_tokens": 512, "max_running_requests": 4, "context_length": 64}
+    sampling = [{"temperature": 0.0, "max_new_tokens": new, "ignore_eos": True} for new in NEW]
+    options = {"max_total_tokens": 512, "max_running_requests": ROWS, "context_length": 64}
     expected = [one.output_ids for one in LLM(str(target), **options).generate(PROMPTS, sampling)]
     llm = LLM(
         str(target),
         attention_backend="triton",
         speculative_algorithm="NGRAM",
         speculative_num_draft_tokens=NODES,
+        chunked_prefill_size=2,
         disable_overlap_schedule=not overlap,
         **options,
     )
     worker = llm.engine.scheduler.worker
     assert isinstance(worker, DeviceWorker)
     monkeypatch.setattr(device_worker, "Stopwatch", Watch)
-    worker.rounds.sizes, worker.shapes = (4,), TreeShapes((4,), NODES)
+    worker.rounds.sizes, worker.shapes = (ROWS,), TreeShapes((ROWS,), NODES)
     texts = [prompt + new for prompt, new in zip(PROMPTS, expected, strict=True)]
     drafter = worker.drafter = Prophet(texts)
     worker.costs = known(worker.shapes)
     worker._trees = HostDrafting(drafter, worker.costs)
-    ahead: list[bool] = []
+    launches: list[tuple[bool, int]] = []  # whether it is a round, and behind how many batches
     launch = worker.launch
 
     def watched(batch: Batch) -> Launched:
-        if isinstance(batch, DecodeBatch):
-            ahead.append(worker._under_way > 0)
+        launches.append((isinstance(batch, DecodeBatch), worker._under_way))
         return launch(batch)
 
     monkeypatch.setattr(worker, "launch", watched)
     assert [one.output_ids for one in llm.generate(PROMPTS, sampling)] == expected
-    counters = llm.engine.counters
-    assert counters.accepted > 4
-    assert any(ahead) == overlap, "rounds without trees run ahead"
-    assert not all(ahead)
-    if not overlap:
-        assert len(drafter.asked) == len(ahead)
-    else:
-        assert len(drafter.asked) == ahead.count(False)
-    assert sum(kept for _, kept in drafter.told) >= NEW - 2
+    assert llm.engine.counters.accepted > 3
+    behind = [under_way for is_round, under_way in launches if is_round]
+    assert 0 in behind
+    assert any(behind) == overlap, "rounds without trees run ahead"
+    assert len(drafter.asked) >= behind.count(0)
+    assert (False, 1) in launches or not overlap, "a prompt waits for no tokens"
+    assert sum(kept for _, kept in drafter.told) >= NEW[0] - 1
     assert llm.engine.scheduler.flush()

@@ -8,6 +8,7 @@ after it was seen.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,11 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_spec.engine.cuda.costs import DeviceCosts
+from sgl_spec.engine.cuda.graphs import Replayed
 from sgl_spec.engine.cuda.running import Running
+from sgl_spec.engine.cuda.timing import timed
 from sgl_spec.speculative.array_tree import ArrayTree, accepted_of
 from sgl_spec.speculative.base import DraftBatch, Drafter
 from sgl_spec.speculative.prune import choose, useful_nodes
 from sgl_spec.speculative.tree import TokenTree
+
+logger = logging.getLogger(__name__)
 
 IntArray = npt.NDArray[np.int64]
 
@@ -51,6 +56,16 @@ class HostDrafting:
         self._look = None if costs is None else look
         self.idle = False
         self._told: _Told | None = None
+
+    def prepare(self, shapes: list[tuple[int, int]], made: Callable[[int, int], Replayed]) -> None:
+        """Make all rounds, the largest first, and time those that are to be weighed. shapes: batch
+        sizes and rows. made: the round of one of them."""
+        for size, rows in sorted(shapes, key=lambda shape: shape[1], reverse=True):
+            round_ = made(size, rows)
+            if self.costs is not None:
+                self.costs.know(size, rows, timed(round_))
+        if self.costs is not None:
+            logger.info("Rounds in ms: %s", self.costs)
 
     def stats(self) -> dict[str, float]:
         """device_wait_ms: how long the device lately waited for the trees of a round."""

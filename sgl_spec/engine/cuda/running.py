@@ -32,6 +32,7 @@ class Running(Launched):
     drafted: bool = False
     watch: Stopwatch | None = None
     before: Stopwatch | None = None
+    is_round: bool = False
 
 
 def is_simple(req: Req) -> bool:

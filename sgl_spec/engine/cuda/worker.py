@@ -10,9 +10,9 @@ runs.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,8 +46,6 @@ from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.model_drafter import ModelDrafter
 from sgl_spec.speculative.rules import FollowRule
 from sgl_spec.speculative.simulate import SimulatedRule
-
-logger = logging.getLogger(__name__)
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -87,6 +85,7 @@ class DeviceWorker(Worker):
         self._length: IntArray = np.zeros(num_rows, dtype=np.int64)  # of the text, as collected
         self._tenancy: IntArray = np.zeros(num_rows, dtype=np.int64)
         self._under_way = 0  # batches launched and not collected
+        self._rounds_under_way = 0
         self._last: Stopwatch | None = None  # of the batch launched last, if it was a round
         self._prefills = Prefills(self.parts, rounds, prefill_rows if self._device_rule else 0)
         self._resting: Resting | None = None
@@ -148,9 +147,12 @@ class DeviceWorker(Worker):
     # --- launch and collect -----------------------------------------------------------------------
 
     def runs_ahead(self, reqs: Sequence[Req]) -> bool:
-        """Whether the device needs nothing of the host between this batch and its neighbours."""
-        idle = self._trees is None or self._trees.idle
-        return self._device_rule and idle and all(is_simple(req) for req in reqs)
+        """Whether the device needs nothing of the host between this batch and its neighbours. Trees
+        of the host follow tokens that it knows."""
+        if not self._device_rule or not all(is_simple(req) for req in reqs):
+            return False
+        free = self._trees is None or self._trees.idle
+        return free or not any(req.in_flight for req in reqs)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
@@ -181,6 +183,7 @@ class DeviceWorker(Worker):
         if not isinstance(launched, Running):
             return super().collect(launched)
         self._under_way -= 1
+        self._rounds_under_way -= launched.is_round
         tokens: list[list[int]] = [[] for _ in range(launched.size)]
         if launched.results is not None:
             given = launched.results.wait().numpy()
@@ -280,6 +283,7 @@ class DeviceWorker(Worker):
         weighed = self._resting is not None or self.costs is not None
         watch = self._last = Stopwatch.started() if weighed else None
         replayed.run()
+        self._rounds_under_way += 1
         if watch is not None:
             watch.stop()
         return Running(
@@ -295,6 +299,7 @@ class DeviceWorker(Worker):
             drafted=drafts,
             watch=watch,
             before=before,
+            is_round=True,
         )
 
     def _drafts(self, batch: DecodeBatch) -> bool:
@@ -340,7 +345,7 @@ class DeviceWorker(Worker):
     ) -> tuple[ArrayTree | None, Stopwatch | None]:
         """The trees of a drafter on the host and the round whose tokens they follow; None where
         they are roots alone."""
-        if self._trees is None or draft is None or self._under_way > 1:
+        if self._trees is None or draft is None or self._rounds_under_way:
             return None, None
         tree = self._trees.plan(draft, batch.remaining)
         return (tree if tree.width > 1 else None), self._last
@@ -383,18 +388,10 @@ class DeviceWorker(Worker):
         time what is to be weighed."""
         kind = RoundKind(forced=self._simulated is not None)
         self._prefills.prepare()
-        if self._trees is not None and self._device_rule:
-            self._prepare_trees(self._trees, kind)
+        if self._trees is not None:
+            shapes = [*self.shapes, *((size, size) for size in self.rounds.sizes)]
+            self._trees.prepare(shapes, partial(self._host_round, kind=kind))
         for size in reversed(self.rounds.sizes):
             self._round_of(size, kind, None, drafts=self.parts.draft is not None)
             if self._resting is not None:
                 self._resting.know(size, timed(self._model_round(size, kind, drafts=False)))
-
-    def _prepare_trees(self, drafting: HostDrafting, kind: RoundKind) -> None:
-        shapes = [*self.shapes, *((size, size) for size in self.rounds.sizes)]
-        for size, rows in sorted(shapes, key=lambda shape: shape[1], reverse=True):
-            round_ = self._host_round(size, rows, kind)
-            if drafting.costs is not None:
-                drafting.costs.know(size, rows, timed(round_))
-        if drafting.costs is not None:
-            logger.info("Rounds in ms: %s", drafting.costs)
