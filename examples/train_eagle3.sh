@@ -15,10 +15,12 @@ TOKENS=${TOKENS:-20M}
 SECONDS_EACH=${SECONDS_EACH:-600}
 HELD_OUT=${HELD_OUT:-0.02}
 
-train() { # command, directory, flags
+train() { # command, directory, flags; goes on from a checkpoint that is there
+  local resume=
+  [ ! -e "$OUT/$2/checkpoint.pt" ] || resume=--resume
   # shellcheck disable=SC2086
   "$PYTHON" -m sgl_spec.training "$1" --model-path "$MODEL" --data "$OUT/data" --out "$OUT/$2" \
-    --time-limit "$SECONDS_EACH" --held-out "$HELD_OUT" ${TRAIN_FLAGS:-} $3
+    --time-limit "$SECONDS_EACH" --held-out "$HELD_OUT" $resume ${TRAIN_FLAGS:-} $3
   # shellcheck disable=SC2086
   "$PYTHON" -m sgl_spec.training eval --model-path "$MODEL" --data "$OUT/data" --draft "$OUT/$2" \
     --held-out "$HELD_OUT" ${EVAL_FLAGS:-}

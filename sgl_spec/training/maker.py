@@ -70,17 +70,20 @@ class Maker:
         """Rounds until there are enough tokens or time is up.
 
         One round is planned to be enough; another follows where the plan was short, or where an
-        earlier run was asked for less.
+        earlier run was asked for less. What is finished is on disk however the run ends.
         """
         writer, options = self._writer, self.options
-        for number in count():
-            before = writer.num_tokens
-            if before >= options.tokens or time.monotonic() > options.deadline:
-                break
-            prompts = self._prompts(number)
-            self._answer(number, prompts)
+        try:
+            for number in count():
+                before = writer.num_tokens
+                if before >= options.tokens or time.monotonic() > options.deadline:
+                    break
+                prompts = self._prompts(number)
+                self._answer(number, prompts)
+                writer.flush()
+                logger.info("round %d: %d tokens", number, writer.num_tokens)
+        finally:
             writer.flush()
-            logger.info("round %d: %d tokens", number, writer.num_tokens)
         return writer
 
     def _prompts(self, number: int) -> list[Prompt]:

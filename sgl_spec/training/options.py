@@ -20,7 +20,7 @@ from sgl_spec.errors import ConfigError
 from sgl_spec.models.checkpoint import resolve_checkpoint
 from sgl_spec.training import chain_attention, losses
 from sgl_spec.training.feed import Feed
-from sgl_spec.training.loop import LoopOptions
+from sgl_spec.training.loop import CHECKPOINT, LoopOptions
 from sgl_spec.training.provenance import device_name, versions
 from sgl_spec.training.shards import TokenShards
 from sgl_spec.training.target import Target
@@ -90,12 +90,13 @@ class Setting:
 
 
 def prepare(args: argparse.Namespace) -> Setting:
-    """Load data and target. Raises `ConfigError` for values out of range or data of another
-    target's vocabulary."""
+    """Load data and target. Raises `ConfigError` for values out of range, an --out that holds a
+    trained draft, a --held-out that holds nothing out, and data of another target's vocabulary."""
     started = time.monotonic()
     _check(args)
     if args.resume and args.init_from is not None:
         raise ConfigError("Give one of --resume and --init-from.")
+    _check_out(args.out, args.resume)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     device = torch.device(args.device)
@@ -107,6 +108,7 @@ def prepare(args: argparse.Namespace) -> Setting:
         chain_attention.compile_rows()
         losses.compile_rows()
     shards = TokenShards(args.data, args.held_out)
+    shards.require_held_out()
     target = Target(resolve_checkpoint(args.target), dtype=dtype, device=device, compiled=compiled)
     if shards.vocab_size != target.config.vocab_size:
         raise ConfigError(
@@ -123,6 +125,16 @@ def prepare(args: argparse.Namespace) -> Setting:
         device_name(device),
     )
     return Setting(args, target, shards, _loop_options(args, started), compiled)
+
+
+def _check_out(out: Path, resume: bool) -> None:
+    """A run that does not go on from what is in --out must not replace it."""
+    found = [name for name in ("model.safetensors", CHECKPOINT) if (out / name).exists()]
+    if found and not resume:
+        raise ConfigError(
+            f"--out {out} holds {' and '.join(found)} of an earlier run; give --resume to go on "
+            "from there, or another --out."
+        )
 
 
 def _loop_options(args: argparse.Namespace, started: float) -> LoopOptions:

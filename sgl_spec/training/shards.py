@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,9 @@ FORMAT = 1
 IntArray = npt.NDArray[np.int64]
 Arrays = dict[str, npt.NDArray[Any]]
 
-_SHARD_TOKENS = 1 << 20  # a lost run loses at most this many tokens of each part
+# A run that is killed loses at most the sequences that finished within either bound.
+_SHARD_TOKENS = 1 << 20
+_SHARD_SECONDS = 30.0
 _WINDOW = 64  # batches whose sequences are sorted by length together
 # Two runs into one part must agree on these; other manifest entries are notes.
 _IDENTITY = ("format", "target", "vocab_size", "kinds", "seed", "part", "parts")
@@ -94,11 +97,12 @@ class ShardWriter:
         self._id_type = np.uint16 if identity["vocab_size"] <= 1 << 16 else np.uint32
         self._waiting: list[TokenSequence] = []
         self._waiting_tokens = 0
+        self._flushed = time.monotonic()
         self.done: set[int] = set()
         if self._path.is_file():
             self._resume()
         self.manifest |= notes
-        self._write_manifest()
+        self._write_manifest(self.manifest)
 
     @property
     def num_tokens(self) -> int:
@@ -107,14 +111,19 @@ class ShardWriter:
         return on_disk + self._waiting_tokens
 
     def add(self, sequence: TokenSequence) -> None:
-        """Take a finished sequence; writes a shard when enough are there."""
+        """Take a finished sequence; writes a shard when enough are there or the last was long ago."""
         self._waiting.append(sequence)
         self._waiting_tokens += len(sequence.tokens)
-        if self._waiting_tokens >= _SHARD_TOKENS:
+        late = time.monotonic() - self._flushed >= _SHARD_SECONDS
+        if late or self._waiting_tokens >= _SHARD_TOKENS:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits as a shard of its own."""
+        """Write what waits as a shard of its own.
+
+        One that a signal interrupts may be called again: until the manifest is on disk nothing here
+        changes, so the second call writes the same shard.
+        """
         if not self._waiting:
             return
         arrays = _packed(self._waiting, self._id_type)
@@ -123,17 +132,17 @@ class ShardWriter:
         save_file(arrays, str(partial))
         partial.rename(self.directory / name)
         answered = self._waiting_tokens - int(arrays["prompt_lens"].sum())
-        self.manifest["shards"].append(
-            {
-                "file": name,
-                "sequences": len(self._waiting),
-                "tokens": self._waiting_tokens,
-                "answer_tokens": answered,
-            }
-        )
-        self._write_manifest()
+        shard = {
+            "file": name,
+            "sequences": len(self._waiting),
+            "tokens": self._waiting_tokens,
+            "answer_tokens": answered,
+        }
+        manifest = self.manifest | {"shards": [*self.manifest["shards"], shard]}
+        self._write_manifest(manifest)
         self.done.update(sequence.job for sequence in self._waiting)
-        self._waiting, self._waiting_tokens = [], 0
+        self.manifest, self._waiting, self._waiting_tokens = manifest, [], 0
+        self._flushed = time.monotonic()
 
     def _resume(self) -> None:
         found = _read_manifest(self._path)
@@ -147,9 +156,9 @@ class ShardWriter:
         for shard in found["shards"]:
             self.done.update(_read_shard(self.directory / shard["file"])["jobs"].tolist())
 
-    def _write_manifest(self) -> None:
+    def _write_manifest(self, manifest: dict[str, Any]) -> None:
         partial = self._path.with_name(f".{self._path.name}.partial")
-        partial.write_text(json.dumps(self.manifest, indent=1) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         partial.rename(self._path)
 
 
@@ -182,6 +191,7 @@ class TokenShards:
         if not files:
             raise ConfigError(f"{listed[0]} holds no finished shard yet.")
         self._join([_read_shard(file) for file in files])
+        self._share = held_out
         self._held_out = self._hashes < np.uint64(int(held_out * 2**64))
 
     def __len__(self) -> int:
@@ -204,6 +214,13 @@ class TokenShards:
     def held_out(self) -> IntArray:
         """Indices of the sequences that training never sees."""
         return np.flatnonzero(self._held_out)
+
+    def require_held_out(self) -> None:
+        """`ConfigError` if no sequence is held out: nothing could be judged then."""
+        if not self._held_out.any():
+            raise ConfigError(
+                f"--held-out {self._share} keeps no prompt of the data apart; raise it."
+            )
 
     def sequence(self, index: int) -> IntArray:
         """Ids of one sequence, prompt and answer."""

@@ -31,7 +31,7 @@ from sgl_spec.training.prompts import (
     retrieved,
     summary_prompt,
 )
-from sgl_spec.training.shards import TokenShards
+from sgl_spec.training.shards import ShardWriter, TokenSequence, TokenShards
 
 GRAMMAR = Grammar.load()
 TEXT_TOKENS = 100
@@ -204,6 +204,33 @@ def test_parts_differ_and_join(tmp_path: Path, tiny_model_dir: Path) -> None:
 def test_time_ends_a_run_with_what_is_there(tmp_path: Path, tiny_model_dir: Path) -> None:
     run(tmp_path, tiny_model_dir, "--time-limit", "0.5", tokens=300_000)
     assert json.loads((tmp_path / "part-00.json").read_text())["format"] == 1
+
+
+def test_a_stopped_run_keeps_what_was_finished(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ctrl-C after 40 sequences: they are all on disk, and the same command goes on from them."""
+    add, added = ShardWriter.add, []
+
+    def stopped(writer: ShardWriter, sequence: TokenSequence) -> None:
+        add(writer, sequence)
+        added.append(sequence.job)
+        if len(added) == 40:
+            raise KeyboardInterrupt
+
+    flags = ["--model-path", str(tiny_model_dir), "--out", str(tmp_path), "--tokens", "6000"]
+    flags += ["--max-new-tokens", "12", "--batch-size", "16", "--device", "cpu"]
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "add", stopped)
+        assert command(["data", *flags]) == 130
+    assert "data: stopped; what was finished is kept" in capsys.readouterr().err
+    assert TokenShards(tmp_path).jobs.tolist() == added
+    assert command(["data", *flags]) == 0
+    jobs = TokenShards(tmp_path).jobs.tolist()
+    assert len(set(jobs)) == len(jobs) > 40
 
 
 @pytest.mark.parametrize(

@@ -134,11 +134,20 @@ def test_weights_of_an_earlier_run(world: SimpleNamespace) -> None:
         (["--steps", "2", "--draft-vocab", "999"], "--draft-vocab 999"),
         (["--steps", "2", "--resume", "--init-from", "x"], "--resume and --init-from"),
         (["--steps", "2", "--ttt-steps", "0"], "--ttt-steps 0"),
+        (["--steps", "2", "--held-out", "0"], "--held-out 0.0 keeps no prompt"),
     ],
 )
 def test_refusals_name_the_flag(world: SimpleNamespace, flags: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         eagle3.main([*world.options, "--out", str(world.root / "refused"), *flags])
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "checkpoint.pt"])
+def test_a_trained_draft_is_not_replaced(world: SimpleNamespace, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"weights")
+    with pytest.raises(ConfigError, match=f"holds {name} of an earlier run; give --resume"):
+        eagle3.main([*world.options, "--out", str(tmp_path), "--steps", "1"])
+    assert (tmp_path / name).read_bytes() == b"weights"
 
 
 def test_learned_rows() -> None:

@@ -69,6 +69,42 @@ def test_resume_knows_the_finished_jobs_only(tmp_path: Path) -> None:
     assert len(TokenShards(tmp_path)) == 6
 
 
+def test_what_is_finished_is_written_before_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed run loses what finished since the last shard, however few tokens that is."""
+    now = [0.0]
+    monkeypatch.setattr(shards.time, "monotonic", lambda: now[0])
+    writer = ShardWriter(tmp_path, identity(), {})
+    for job in range(10):
+        now[0] += 0.4 * shards._SHARD_SECONDS
+        writer.add(made(job))
+    assert ShardWriter(tmp_path, identity(), {}).done == set(range(9))
+    assert len(TokenShards(tmp_path)) == 9
+
+
+@pytest.mark.parametrize("broken", ["save_file", "_write_manifest"])
+def test_a_flush_that_a_signal_broke_off_is_done_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    writer = write(tmp_path, range(5))
+    writer.add(made(5))
+    owner = shards if broken == "save_file" else ShardWriter
+    done = getattr(owner, broken)
+
+    def interrupted(*args: Any) -> None:
+        done(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, broken, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.flush()
+    writer.flush()
+    assert ShardWriter(tmp_path, identity(), {}).done == set(range(6))
+    assert len(TokenShards(tmp_path)) == 6
+
+
 @pytest.mark.parametrize("change", [{"seed": 8}, {"target": "u"}, {"kinds": ["chat"]}])
 def test_a_part_of_another_run_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     write(tmp_path, range(2))
@@ -91,6 +127,9 @@ def test_answers_to_one_prompt_fall_on_one_side(tmp_path: Path) -> None:
     assert len(held) + len(data.training()) == 600
     assert all((i in held) == (i % 200 in held) for i in range(600))
     assert len(TokenShards(tmp_path, held_out=0).held_out()) == 0
+    data.require_held_out()
+    with pytest.raises(ConfigError, match=r"--held-out 1e-18 keeps no prompt of the data apart"):
+        TokenShards(tmp_path, held_out=1e-18).require_held_out()
 
 
 def test_batches_cover_every_sequence_once(tmp_path: Path) -> None:
