@@ -182,6 +182,7 @@ class DeviceWorker(Worker):
         """Wait for a batch and hand out its tokens."""
         if not isinstance(launched, Running):
             return super().collect(launched)
+        self.table.sync()  # slots planned by now: the next launch then need not send them
         self._under_way -= 1
         self._rounds_under_way -= launched.is_round
         tokens: list[list[int]] = [[] for _ in range(launched.size)]
