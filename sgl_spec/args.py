@@ -31,7 +31,7 @@ from sgl_spec.draft_shape import (
     tree_nodes,
 )
 from sgl_spec.errors import ConfigError
-from sgl_spec.options import build_parser, convert, declared, flag_table
+from sgl_spec.options import build_parser, convert, declared, flag_table, gather, raise_all
 from sgl_spec.serving_options import (
     CHUNK_TOKENS,
     CHUNK_TOKENS_CUDA,
@@ -62,22 +62,34 @@ class ServerArgs(SpeculationOptions):
     """Sentences about accepted flags that change nothing; `resolve` logs them."""
 
     def __post_init__(self) -> None:
+        refused: list[ConfigError] = []
         for name, opt in declared(type(self)).items():
-            object.__setattr__(self, name, convert(opt, getattr(self, name)))
+            with gather(refused):
+                object.__setattr__(self, name, convert(opt, getattr(self, name)))
+        raise_all(refused)
 
     @classmethod
     def from_cli(cls, argv: Sequence[str]) -> ServerArgs:
-        """Parse `argv` (without the program name); `ConfigError` names the flag that is wrong.
+        """Parse `argv` (without the program name); `ConfigError` has a line for each flag that is
+        unknown, not supported or has a value that is not allowed.
 
         --help and --version print and exit as argparse does.
         """
         options = declared(cls)
         parser = build_parser(options, "sgl-spec", _ABOUT, __version__)
         known, leftover = parser.parse_known_args(list(argv))
-        notes = read_foreign(leftover, options)
+        refused: list[ConfigError] = []
+        notes: list[str] = []
+        with gather(refused):
+            notes = read_foreign(leftover, options)
         if "model_path" not in known:
-            raise ConfigError("--model-path is required: smollm2, a directory or a hub id.")
-        return cls(**vars(known), without_effect=tuple(notes))
+            known.model_path = EMBEDDED_MODEL  # for what the other flags have to say
+            message = "--model-path is required: smollm2, a directory or a hub id."
+            refused.append(ConfigError(message))
+        with gather(refused):
+            made = cls(**vars(known), without_effect=tuple(notes))
+        raise_all(refused)
+        return made
 
     @classmethod
     def from_keywords(cls, **given: Any) -> ServerArgs:
@@ -166,7 +178,7 @@ class ResolvedArgs(ServerArgs):
 def _decide(args: ServerArgs) -> dict[str, Any]:
     drafting = args.speculative_algorithm is not None
     if drafting and args.max_running_requests is None:
-        logger.warning(
+        logger.info(
             "--max-running-requests is not set; with speculation it is %d.",
             RUNNING_REQUESTS_WITH_SPECULATION,
         )

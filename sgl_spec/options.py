@@ -15,7 +15,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -217,6 +217,23 @@ def _text(opt: Declared, value: str) -> str:
 def refuse(opt: Declared, value: object, hint: str = "") -> NoReturn:
     """Raise the one sentence for a value that is not allowed."""
     raise ConfigError(f"{opt.flags[0]} must be {opt.allowed}, got {value!r}{hint}.", param=opt.name)
+
+
+@contextlib.contextmanager
+def gather(refused: list[ConfigError]) -> Iterator[None]:
+    """Put a `ConfigError` into `refused`, and go on behind the block."""
+    try:
+        yield
+    except ConfigError as error:
+        refused.append(error)
+
+
+def raise_all(refused: Sequence[ConfigError]) -> None:
+    """Raise what was refused, if anything: several sentences are the lines of one error."""
+    if len(refused) == 1:
+        raise refused[0]
+    if refused:
+        raise ConfigError("\n".join(error.message for error in refused))
 
 
 def near(word: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_spec.errors import ConfigError
-from sgl_spec.options import Declared, flag_of, near, split_unknown
+from sgl_spec.options import Declared, flag_of, gather, near, raise_all, split_unknown
 
 
 @dataclass(frozen=True)
@@ -232,14 +232,12 @@ def _words(value: object) -> tuple[str, ...]:
 
 
 def _all_or_none(asked: Sequence[_Given], own: Mapping[str, Declared]) -> list[str]:
-    notes, refusals = [], []
+    notes: list[str] = []
+    refused: list[ConfigError] = []
     for one in asked:
-        try:
+        with gather(refused):
             notes.append(_judge(one, own))
-        except ConfigError as error:
-            refusals.append(error.message)
-    if refusals:
-        raise ConfigError("\n".join(refusals))
+    raise_all(refused)
     return notes
 
 

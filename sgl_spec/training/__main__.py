@@ -27,8 +27,8 @@ _AFTER_A_STOP = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `sgl_spec.training.COMMAND.main(rest)`. Returns the exit code: 2 for what cannot work, 130
-    when it was stopped (Ctrl-C, or SIGTERM to the process)."""
+    """Run `sgl_spec.training.COMMAND.main(rest)`. Returns the exit code: 2 for what cannot work,
+    130 when it was stopped (Ctrl-C, or SIGTERM to the process)."""
     if not argv or argv[0] not in COMMANDS:
         asked_for_help = bool(argv) and argv[0] in ("-h", "--help")
         print(_usage(), file=sys.stdout if asked_for_help else sys.stderr)

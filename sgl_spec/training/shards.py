@@ -111,7 +111,7 @@ class ShardWriter:
         return on_disk + self._waiting_tokens
 
     def add(self, sequence: TokenSequence) -> None:
-        """Take a finished sequence; writes a shard when enough are there or the last was long ago."""
+        """Take a finished sequence; writes a shard when enough are there or it is time."""
         self._waiting.append(sequence)
         self._waiting_tokens += len(sequence.tokens)
         late = time.monotonic() - self._flushed >= _SHARD_SECONDS

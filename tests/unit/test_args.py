@@ -184,10 +184,12 @@ def test_attention_backends(given: str, kept: str | None) -> None:
     assert parse("--attention-backend", given).attention_backend == kept
 
 
-def test_speculation_sets_48_running_requests_with_a_warning(
+def test_speculation_sets_48_running_requests_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO)
     done = parse(*NGRAM)
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
     assert (done.max_running_requests, done.speculative_num_draft_tokens) == (48, 12)
     assert done.tree_nodes == 12
     assert "--max-running-requests is not set; with speculation it is 48" in caplog.text
@@ -740,6 +742,22 @@ def test_what_cannot_work_is_one_sentence(argv: list[str], sentence: str) -> Non
     with pytest.raises(ConfigError) as caught:
         parse(*argv)
     assert caught.value.message == sentence
+
+
+def test_all_that_is_wrong_with_a_line_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServerArgs.from_cli(
+            ["--tp-size", "2", "--dtype", "int8", "--page-size", "0", "--no-such-flag"]
+        )
+    lines = caught.value.message.split("\n")
+    wanted = ("--tp-size 2", "--no-such-flag", "--model-path", "--dtype", "--page-size")
+    assert [line.startswith(flag) for line, flag in zip(lines, wanted, strict=True)] == [True] * 5
+    with pytest.raises(ConfigError) as caught:
+        ServerArgs(model_path="m", port=0, page_size=0)
+    assert [line.split()[0] for line in caught.value.message.split("\n")] == [
+        "--port",
+        "--page-size",
+    ]
 
 
 def test_the_model_is_required() -> None:
