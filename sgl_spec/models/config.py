@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -140,6 +141,13 @@ class Keys:
             raise self.refuse(key, value, "an integer >= 1")
         return value
 
+    def positive(self, key: str, default: float) -> float:
+        """A number above 0, and finite."""
+        value = self.get(key, float, "a positive number", default)
+        if not 0 < value < math.inf:
+            raise self.refuse(key, self.content[key], "a positive number")
+        return value
+
     def flag(self, key: str, default: bool) -> bool:
         """A boolean."""
         return self.get(key, bool, "true or false", default)
@@ -173,7 +181,7 @@ def _build(keys: Keys, generation: Keys, context_length: int | None) -> ModelCon
         num_heads=heads,
         num_kv_heads=keys.count("num_key_value_heads", family.kv_heads or heads),
         head_dim=keys.count("head_dim", family.head_dim or hidden // heads),
-        rms_norm_eps=keys.get("rms_norm_eps", float, "a number", 1e-6),
+        rms_norm_eps=keys.positive("rms_norm_eps", 1e-6),
         rope=rope,
         context_length=context,
         attention_bias=bias,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +83,7 @@ def parse_rope(config: dict[str, Any], max_positions: int, where: str) -> RopeCo
     def number(key: str, default: float) -> float:
         value = default if found.get(key) is None else found[key]
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
-        if not numeric or value < 0 or (value == 0 and default > 0):
+        if not numeric or not 0 <= value < math.inf or (value == 0 and default > 0):
             raise _refuse(where, f"rope_parameters.{key}", value, "a positive number")
         return float(value)
 
