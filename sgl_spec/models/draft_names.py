@@ -114,7 +114,8 @@ def eagle3_shapes(config: HeadConfig, names: Eagle3Names) -> dict[str, Shape]:
 
 
 def eagle3_unread(config: HeadConfig) -> list[str]:
-    """Tensors that an EAGLE3 file may carry besides its weights; of these only d2t is read."""
+    """Tensors that an EAGLE3 file may carry besides its weights. The vocabulary is
+    read apart, nothing else is."""
     unread = ["d2t", "t2d"]
     if config.draft_vocab_size is None:
         unread.append(_HEAD)  # null says that the target's is used

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -12,13 +13,22 @@ from sgl_spec.errors import ConfigError, UnsupportedModelError
 from sgl_spec.models.stored import StoredWeights
 from sgl_spec.models.torch_file import load_torch_file
 
-_OFFSETS = "d2t"
+logger = logging.getLogger(__name__)
+
+_OFFSETS, _MARKS = "d2t", "t2d"
 _INTEGERS = (torch.int64, torch.int32)
 
 
 def read_offsets(weights: StoredWeights, columns: int, vocab_size: int) -> Tensor | None:
     """[columns] int64: the target token of each column of an EAGLE3 head, c + d2t[c]; None where
-    there is no d2t because there is a column for each token."""
+    there is no d2t because there is a column for each token. A t2d must agree with it."""
+    ids = _offset_ids(weights, columns, vocab_size)
+    if _MARKS in weights.names:
+        _check_marks(weights, torch.arange(vocab_size) if ids is None else ids, vocab_size)
+    return ids
+
+
+def _offset_ids(weights: StoredWeights, columns: int, vocab_size: int) -> Tensor | None:
     where = weights.directory
     if _OFFSETS not in weights.names:
         if columns < vocab_size:
@@ -36,6 +46,28 @@ def read_offsets(weights: StoredWeights, columns: int, vocab_size: int) -> Tenso
     ids = offsets.long() + torch.arange(columns)
     _check_ids(ids, vocab_size, f"{where}: {_OFFSETS}")
     return ids
+
+
+def _check_marks(weights: StoredWeights, ids: Tensor, vocab_size: int) -> None:
+    """t2d says of each token of the target whether the head has a column for it; only training
+    reads it, but one that names other tokens than d2t belongs to another vocabulary."""
+    where, marks = weights.directory, weights.raw(_MARKS)
+    if tuple(marks.shape) != (vocab_size,) or marks.dtype != torch.bool:
+        logger.warning(
+            "%s: %s is %s %s, not bool [%d]; it is not compared with %s.",
+            *(where, _MARKS, marks.dtype, list(marks.shape), vocab_size, _OFFSETS),
+        )
+        return
+    known = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    (differing,) = (marks != known).nonzero(as_tuple=True)
+    if len(differing):
+        first = int(differing[0])
+        raise UnsupportedModelError(
+            f"{where}: {_MARKS} contradicts {_OFFSETS} about {len(differing)} tokens; "
+            f"{_MARKS}[{first}] = {bool(marks[first])} is not supported; allowed: "
+            f"{bool(known[first])}, as {_OFFSETS} has {'a' if known[first] else 'no'} column for "
+            "this token."
+        )
 
 
 def read_token_map(path: Path, vocab_size: int) -> Tensor:

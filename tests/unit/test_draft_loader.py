@@ -73,6 +73,14 @@ def test_every_tensor_of_a_head_is_needed(
         ({"d2t": torch.full((128,), 385)}, ("d2t names the token 512; allowed: 0 to 511",)),
         ({"d2t": torch.full((128,), -1)}, ("d2t names the token -1; allowed",)),
         ({"d2t": -torch.arange(128)}, ("d2t names the token 0 more than once",)),
+        (
+            {"d2t": torch.zeros(128, dtype=torch.int64), "t2d": torch.arange(512) < 129},
+            ("t2d contradicts d2t about 1 tokens; t2d[128] = True", "no column for this token"),
+        ),
+        (
+            {"d2t": torch.zeros(128, dtype=torch.int64), "t2d": torch.arange(512) > 1},
+            ("t2d contradicts d2t about 386 tokens; t2d[0] = False", "allowed: True", "a column"),
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -84,6 +92,20 @@ def test_tensors_of_an_eagle3_head(
     refuses: Callable[..., None],
 ) -> None:
     refuses("EAGLE3", edit(make_eagle3(tmp_path, target_dir), **changes), *named)
+
+
+@pytest.mark.parametrize("marks", [torch.ones(128, dtype=torch.bool), torch.ones(512)])
+def test_marks_of_another_form_are_named_and_left(
+    marks: torch.Tensor,
+    tmp_path: Path,
+    target: Decoder,
+    target_dir: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    head = edit(make_eagle3(tmp_path, target_dir), t2d=marks)
+    load_draft("EAGLE3", head, target, tokenizer_dir=target_dir)
+    form = f"t2d is {marks.dtype} {list(marks.shape)}, not bool [512]"
+    assert f"{head}: {form}; it is not compared with d2t." in caplog.text
 
 
 def test_tensors_of_an_eagle_head(
@@ -166,6 +188,7 @@ def test_a_null_draft_vocabulary_uses_the_targets_head(
         ),
         ({"eagle_config": [1]}, ("eagle_config = [1]",)),
         ({"rope_scaling": {"rope_type": "dynamic"}}, ("rope_type = 'dynamic'",)),
+        ({"rms_norm_eps": -1.0}, ("rms_norm_eps = -1.0", "a positive number")),
         ({"hidden_act": "gelu"}, ("hidden_act = 'gelu'",)),
         ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config = 'fp8'",)),
         ({"speculators_model_type": "mlp"}, ("speculators_model_type = 'mlp'", "eagle3")),
