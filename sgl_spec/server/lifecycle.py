@@ -181,12 +181,7 @@ class Server:
             logger.info("%s while loading: stopping the engine.", name)
             await self._engine.stop()
             return EXIT_OK
-        logger.info(
-            "%s: waiting up to %.0f s for %d requests; a second signal aborts.",
-            name,
-            DRAIN_TIMEOUT_S,
-            self._frontend.open_requests,
-        )
+        logger.info("%s: %s", name, _until(self._frontend.open_requests))
         if not await self._drained(DRAIN_TIMEOUT_S):
             self._frontend.abort(None)
             await self._drained(ABORT_TIMEOUT_S)
@@ -196,6 +191,7 @@ class Server:
         if await self._engine.wait(ENGINE_EXIT_TIMEOUT_S) is None:
             logger.warning("The engine did not end by itself; stopping it.")
             await self._engine.stop()
+        logger.info("Stopped.")
         return EXIT_OK
 
     async def _drained(self, timeout_s: float) -> bool:
@@ -203,6 +199,14 @@ class Server:
         idle = asyncio.create_task(self._frontend.drained(timeout_s))
         await _first([idle, self._engine.exited])
         return idle.done() and idle.result()
+
+
+def _until(requests: int) -> str:
+    """What an end waits for."""
+    if not requests:
+        return "no request is running, stopping."
+    some = "1 request" if requests == 1 else f"{requests} requests"
+    return f"waiting up to {DRAIN_TIMEOUT_S:.0f} s for {some}; a second signal aborts."
 
 
 async def _first(futures: Sequence[asyncio.Future[Any]]) -> None:

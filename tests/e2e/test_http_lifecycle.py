@@ -137,6 +137,17 @@ def test_a_signal_lets_running_requests_end(start: Start, number: int) -> None:
     assert json.loads(last.removeprefix("data: "))["meta_info"]["completion_tokens"] == 300
     assert done == "data: [DONE]"
     server.expect_end(0)
+    log = server.stderr.read_text()
+    assert "waiting up to 30 s for 1 request; a second signal aborts." in log
+    assert log.endswith("INFO Stopped.\n")
+
+
+def test_a_signal_with_nothing_running(start: Start) -> None:
+    server = start()
+    server.stop()
+    *_, first, last = server.stderr.read_text().splitlines()
+    assert first.endswith("INFO SIGTERM: no request is running, stopping.")
+    assert last.endswith("INFO Stopped.")
 
 
 def test_a_second_signal_aborts_at_once(start: Start) -> None:
