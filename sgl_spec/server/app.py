@@ -32,6 +32,13 @@ from sgl_spec.server.service import Service
 CLIENT_GONE_STATUS = 499
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+_ROOT = f"""sgl-spec {sgl_spec.__version__}
+POST /generate {{"text": ..., "sampling_params": {{...}}}}
+POST /v1/chat/completions, /v1/completions; GET /v1/models (OpenAI)
+GET /health, /model_info, /server_info
+/openapi.json lists every route, docs/http.md describes them.
+"""
+
 router = APIRouter()
 
 
@@ -59,6 +66,12 @@ async def _answer(
 ) -> Response:
     run, stream = await make(await read_json(request))
     return EventStream(run) if stream else await run.whole(request)
+
+
+@router.get("/")
+async def root() -> Response:
+    """What this is, for whoever looks with a browser."""
+    return PlainTextResponse(_ROOT)
 
 
 @router.api_route("/generate", methods=["POST", "PUT"])

@@ -2,7 +2,7 @@
 
 A table maps every field name a client may send to a rule: `Use` it, `Refuse` it unless it asks
 for nothing, `Ignore` it because it cannot change the text, or point to where it is at home
-(`Elsewhere`). Like a name outside the table, that is an error.
+(`Elsewhere`) or to its name here (`Renamed`). Like a name outside the table, these are errors.
 JSON null means "not given" everywhere except inside lists. No value is ever converted.
 """
 
@@ -49,7 +49,13 @@ class Elsewhere(msgspec.Struct, frozen=True):
     inside: str
 
 
-Rule = Use | Refuse | Ignore | Elsewhere
+class Renamed(msgspec.Struct, frozen=True):
+    """What other routes call the field `here`: an error whatever its value."""
+
+    here: str
+
+
+Rule = Use | Refuse | Ignore | Elsewhere | Renamed
 Table = dict[str, Rule]
 
 
@@ -147,6 +153,10 @@ def _check_field(name: str, value: Any, table: Table, where: str) -> None:
     if isinstance(rule, Elsewhere):
         raise InvalidRequestError(
             f"Unknown field {preview(field)}: it belongs inside {rule.inside}.", param=field
+        )
+    if isinstance(rule, Renamed):
+        raise InvalidRequestError(
+            f"Unknown field {preview(field)}: it is {preview(rule.here)} here.", param=field
         )
     if value is None:
         return

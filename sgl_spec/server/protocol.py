@@ -21,6 +21,7 @@ from sgl_spec.server.fields import (
     Ignore,
     Kind,
     Refuse,
+    Renamed,
     Table,
     Use,
     list_of,
@@ -41,6 +42,7 @@ INTEGERS = Kind(
 GENERATE: Table = {
     **dict.fromkeys(NATIVE, Elsewhere("sampling_params")),
     "text": Use(STRINGS),
+    "prompt": Renamed("text"),
     "input_ids": Use(ID_LISTS),
     "sampling_params": Use(OBJECTS),
     "rid": Use(STRINGS),

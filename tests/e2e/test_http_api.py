@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import socket
 import threading
 import time
@@ -278,6 +279,13 @@ class TestBadInput:
         assert reply.status_code == 405
         assert reply.json()["error"]["type"] == "BadRequestError"
         assert "POST" in reply.headers["allow"]
+
+    def test_the_root_names_routes_that_exist(self, server: Scripted) -> None:
+        text = server.client.get("/").text
+        known = server.client.get("/openapi.json").json()["paths"]
+        named = set(re.findall(r"/[a-z][\w/]+(?![\w.])", text)) - {"/http"}
+        assert {"/generate", "/v1/chat/completions", "/health"} <= named
+        assert named <= known.keys()
 
     def test_unknown_paths_are_not_found_by_type(self, server: Scripted) -> None:
         error = {"object": "error", "type": "NotFoundError", "param": None, "code": 404}

@@ -19,6 +19,7 @@ from sgl_spec.server.fields import (
     Elsewhere,
     Ignore,
     Refuse,
+    Renamed,
     Table,
     Use,
     read_object,
@@ -169,9 +170,16 @@ def test_generate_tells_where_sampling_fields_belong(name: str) -> None:
         assert (caught.value.message, caught.value.param) == (message, name)
 
 
+def test_generate_tells_its_name_of_the_prompt() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read_generate({"prompt": "x"})
+    assert caught.value.message == 'Unknown field "prompt": it is "text" here.'
+    assert caught.value.param == "prompt"
+
+
 def test_generate_accepts_everything_neutral() -> None:
     """Every known field may be null, and every unsupported one may ask for nothing."""
-    here = [name for name, rule in GENERATE.items() if not isinstance(rule, Elsewhere)]
+    here = [name for name, rule in GENERATE.items() if not isinstance(rule, Elsewhere | Renamed)]
     nulls = dict.fromkeys(here) | {"sampling_params": dict.fromkeys(NATIVE)}
     assert read_generate(nulls | GOOD) == read_generate(GOOD)
     for name, rule in GENERATE.items():
