@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import TYPE_CHECKING
 
 import torch
@@ -172,12 +174,24 @@ class LayerStack:
         """Empty keys and values for `num_slots` tokens of every layer."""
         config = self.config
         shape = (config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
-        k = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        return KVCache(k=k, v=torch.zeros_like(k))
+        k, v = (zeros(shape, self.dtype, self.device) for _ in range(2))
+        return KVCache(k=k, v=v)
 
     def tensors(self) -> list[Tensor]:
         """Every weight of every layer."""
         return [tensor for layer in self.layers for tensor in layer.tensors()]
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that the host's memory gives page by page as they are used.
+
+    A pool is gigabytes, most of which a short run never touches; `torch.zeros` writes all of them,
+    which takes seconds of every start on a CPU.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap(-1, prod(shape) * dtype.itemsize, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def total_bytes(tensors: Iterable[Tensor]) -> int:

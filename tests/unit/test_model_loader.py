@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from model_runs import Piece, Run, reference_logits
@@ -173,6 +174,22 @@ def test_the_log_says_which_model_was_loaded(
         assert f"Loaded the draft {shown} (LlamaForCausalLM) in" in caplog.messages[-1]
     load_model(tmp_path / "mine")
     assert "Loaded the target mine (LlamaForCausalLM)" in caplog.messages[-1]
+
+
+def test_a_pool_on_the_host_is_zeros_that_take_no_memory_yet(tiny: Path) -> None:
+    model, process = load_model(tiny), psutil.Process()
+    before = process.memory_info().rss
+    slots = (1 << 30) // model.kv_bytes_per_token
+    kv = model.new_kv_cache(slots)
+    assert process.memory_info().rss - before < 1 << 26
+    assert kv.k.is_contiguous()
+    assert kv.v.shape == kv.k.shape
+    assert kv.k.data_ptr() != kv.v.data_ptr()
+    for tensor in (kv.k, kv.v):
+        assert not tensor[:, ::4096].any()
+        tensor[-1, -1] = 1.0
+        assert tensor[-1, -1].all()
+    assert not kv.k[:-1, -1].any()
 
 
 def test_dummy_weights(tiny: Path) -> None:
