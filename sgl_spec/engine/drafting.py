@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_spec.args import ResolvedArgs
@@ -66,20 +67,39 @@ def register_drafters(args: ResolvedArgs) -> None:
         )
 
 
-def load_draft_model(args: ResolvedArgs, target: Decoder, tokenizer_dir: Path) -> DraftModel | None:
-    """The draft model of EAGLE, EAGLE3 or STANDALONE, None for other drafters. Errors as of
-    `resolve_draft` and `load_draft`."""
-    name, path = args.speculative_algorithm, args.speculative_draft_model_path
-    if name not in model_drafter.ALGORITHMS:
+@dataclass(frozen=True, slots=True)
+class DraftFiles:
+    """Where the draft model is, and its file of hot token ids."""
+
+    directory: Path
+    token_map: Path | None
+
+
+def find_draft_model(args: ResolvedArgs) -> DraftFiles | None:
+    """The files of EAGLE, EAGLE3 or STANDALONE, None for other drafters. Cheap beside a target, so
+    it comes first. Errors as of `resolve_draft` and `resolve_token_map`."""
+    path, token_map = args.speculative_draft_model_path, args.speculative_token_map
+    if args.speculative_algorithm not in model_drafter.ALGORITHMS:
         return None
     assert path is not None, "checked with the flags"
-    token_map = args.speculative_token_map
-    return load_draft(
-        name,
+    return DraftFiles(
         resolve_draft(path, args.speculative_draft_model_revision),
+        None if token_map is None else resolve_token_map(token_map),
+    )
+
+
+def load_draft_model(
+    args: ResolvedArgs, files: DraftFiles | None, target: Decoder, tokenizer_dir: Path
+) -> DraftModel | None:
+    """The draft model of these files, None without. Errors as of `load_draft`."""
+    if files is None:
+        return None
+    return load_draft(
+        str(args.speculative_algorithm),
+        files.directory,
         target,
         tokenizer_dir=tokenizer_dir,
-        token_map=None if token_map is None else resolve_token_map(token_map),
+        token_map=files.token_map,
         load_format=args.speculative_draft_load_format or args.load_format,
     )
 

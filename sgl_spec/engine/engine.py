@@ -18,6 +18,7 @@ from sgl_spec.engine.calibrate import CostMeter, measure_costs
 from sgl_spec.engine.cuda.costs import TreeShapes
 from sgl_spec.engine.device import device_name, fitting, resolve_device
 from sgl_spec.engine.drafting import (
+    find_draft_model,
     load_draft_model,
     make_drafter,
     register_drafters,
@@ -73,6 +74,7 @@ class Engine:
         self._free_at_start = psutil.virtual_memory().available
         self._work = 0  # bytes that a GPU's forwards need beside weights and KV
         self.model_dir, self.tokenizer_dir = self._directories()
+        self._draft = find_draft_model(self.args)
         with fitting("The weights", self.device):
             self.model = load_model(
                 self.model_dir,
@@ -103,7 +105,7 @@ class Engine:
         args, config = self.args, self.model.config
         self.context_length = config.context_length
         with fitting("The draft's weights", self.device):
-            self.draft_model = load_draft_model(args, self.model, self.tokenizer_dir)
+            self.draft_model = load_draft_model(args, self._draft, self.model, self.tokenizer_dir)
         reserve, page = tree_reserve(args.round_slots), args.page_size
         width = ceil_page(self.context_length + reserve + page - 1, page)
         self.num_slots = self._pool_slots(width)

@@ -25,6 +25,8 @@ from heads import (
 )
 from tiny import make_tiny
 
+from sgl_spec.args import ServerArgs
+from sgl_spec.engine.engine import Engine
 from sgl_spec.errors import ConfigError
 from sgl_spec.models.checkpoint import resolve_draft, resolve_token_map
 from sgl_spec.models.decoder import Decoder
@@ -303,6 +305,20 @@ def test_token_maps(tmp_path: Path, target_dir: Path, refuses: Callable[..., Non
 
 
 # --- paths ---
+
+
+def test_a_draft_that_is_missing_is_found_before_the_target_is_loaded(
+    tmp_path: Path, tiny_model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    draft = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": tmp_path}
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        Engine(ServerArgs(model_path=tiny_model_dir, **draft))
+    assert "Loaded the target" not in caplog.text
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"has neither model\.safetensors nor"):
+        Engine(ServerArgs(model_path=tiny_model_dir, **draft))
+    assert "Loaded the target" in caplog.text
 
 
 def test_paths_of_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
