@@ -47,7 +47,7 @@ EXECUTED_BY: list[tuple[str, Kind]] = [
     (rf"{PYTHON} -m sgl_spec\.bench serving .*", Kind.CLIENT),
     (rf"{PYTHON} -m sgl_spec\.bench .*", Kind.SLOW),
     (rf"{PYTHON} -m sgl_spec\.training .*", Kind.TRAINING),
-    (r"PYTHON=\S+ examples/train_eagle3\.sh .*", Kind.TRAINING),
+    (r"PYTHON=\S+ ([A-Z0-9_]+=(\w\S*|'[^']*')[\s\\]+)*examples/train_eagle3\.sh .*", Kind.TRAINING),
     (r"curl .*", Kind.CLIENT),
     (rf"{PYTHON} examples/\w+\.py( .*)?", Kind.CLIENT),
     (re.escape("sudo apt install python3-venv make"), Kind.SETUP),

@@ -93,10 +93,15 @@ def test_flags_of_the_document_exist() -> None:
         "data": None,  # the script runs the same flags
     }
     found = [command for command in commands(DOCUMENT) if command.kind is Kind.TRAINING]
+    script = (ROOT / "examples" / "train_eagle3.sh").read_text()
     seen = set()
     for command in found:
         words = shlex.split(command.text)
-        if "-m" in words:
+        if "-m" not in words:
+            given = [word.partition("=")[0] for word in words if re.match("[A-Z0-9_]+=", word)]
+            assert given
+            assert all(f"${{{name}:-" in script for name in given), given
+        else:
             name, *flags = words[words.index("-m") + 2 :]
             seen.add(name)
             parse = parsers[name]
