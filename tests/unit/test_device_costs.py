@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -156,6 +158,17 @@ def test_without_costs_whole_trees_are_verified_and_nothing_runs_ahead() -> None
     assert drafting.plan(batch_of([10, 12]), np.array([30, 30])).drafts == 2
     assert not drafting.idle
     assert drafting.plan(batch_of([10, 12]), np.array([30, 1])).num_nodes.tolist() == [2, 1]
+
+
+def test_requests_that_are_not_drafted_for_run_ahead_until_another_comes() -> None:
+    drafting, batch = HostDrafting(Fixed(), None), batch_of([10])
+    alone = replace(batch, max_nodes=np.array([1]))
+    assert drafting.plan(alone, np.array([30])).drafts == 0
+    assert drafting.idle
+    finished(drafting, alone, taken=[1], look=True)
+    assert drafting.idle
+    drafting.begin()
+    assert drafting.plan(batch, np.array([30])).drafts == 1
 
 
 def test_who_ended_in_the_round_before_is_not_told_of() -> None:

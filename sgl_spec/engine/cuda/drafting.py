@@ -78,6 +78,7 @@ class HostDrafting:
     def plan(self, draft: DraftBatch, remaining: IntArray) -> ArrayTree:
         """The trees to verify now. remaining: [B] tokens the requests may still generate."""
         if not (draft.max_nodes > 1).any():
+            self.idle = True  # until another request comes
             return ArrayTree.roots(draft.roots())
         tree = ArrayTree.of(self.drafter.propose(draft))
         if tree.width > remaining.min() or (tree.num_nodes > draft.max_nodes).any():
@@ -119,17 +120,14 @@ class HostDrafting:
         self._told = None
         self._note_times(told.round)
         draft = self._inform(told, np.array(told.taken))
-        if look and self.idle and draft is not None:
-            self._look_at(draft)
+        if look and self.idle and draft is not None and self._look is not None:
+            self._look_at(draft, self._look)
 
     def _inform(self, told: _Told, taken: IntArray) -> DraftBatch | None:
         """Let the drafter observe a round. Returns where its requests stand now."""
         assert told.round.draft is not None
-        draft, tree, given = (
-            replace(told.round.draft, lengths=told.lengths),
-            told.round.tree,
-            told.given,
-        )
+        draft = replace(told.round.draft, lengths=told.lengths)
+        tree, given = told.round.tree, told.given
         if tree is None and not taken.all():  # ended while this round ran behind
             (index,) = np.nonzero(taken)
             draft, given, taken = draft.take(index), given[index], taken[index]
@@ -149,9 +147,8 @@ class HostDrafting:
         if launched.before is not None:
             self.costs.waited(size, launched.before.ms_until(launched.watch))
 
-    def _look_at(self, draft: DraftBatch) -> None:
-        assert self._look is not None
+    def _look_at(self, draft: DraftBatch, look: Callable[[DraftBatch], TokenTree]) -> None:
         assert self.costs is not None
-        found = ArrayTree.of(self._look(draft))
+        found = ArrayTree.of(look(draft))
         choice = choose(found, self.costs.table(found.batch))
         self._weigh(found.batch, choice.rate, self.costs)
