@@ -13,6 +13,7 @@ import torch
 from sgl_spec.errors import ConfigError
 from sgl_spec.models.checkpoint import resolve_checkpoint
 from sgl_spec.models.loader import load_model
+from sgl_spec.training.checks import check_directory, chosen_device
 from sgl_spec.training.maker import Maker, Options
 from sgl_spec.training.writing import ChatText
 
@@ -55,7 +56,8 @@ def parse(argv: Sequence[str]) -> Options:
     for flag, (value, fine, allowed) in checks.items():
         if not fine:
             raise ConfigError(f"{flag} {value} is out of range; allowed: {allowed}.")
-    on_cpu = torch.device(args.device).type == "cpu"
+    check_directory(args.out)
+    on_cpu = chosen_device(args.device).type == "cpu"
     if args.attention == "triton" and on_cpu:
         raise ConfigError("--attention triton needs a GPU; allowed on a CPU: torch.")
     batch_size = args.batch_size or (8 if on_cpu else 1536)

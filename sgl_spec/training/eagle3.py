@@ -42,6 +42,8 @@ from sgl_spec.training.vocabulary import DraftVocabulary
 
 logger = logging.getLogger(__name__)
 
+DRAFT_VOCAB = 8192  # of a new head
+
 
 class Eagle3Draft:
     """The head with what it learns from; see `eagle3_head` for its function."""
@@ -192,11 +194,12 @@ class Eagle3Draft:
         batches = shards.batches(
             shards.training(), tokens=args.batch_tokens, max_len=length, seed=args.seed
         )
-        batch = next(batches)
+        # The first rows of a text have features far larger than all others. A batch of short
+        # sequences may hold no other; the feed has seen to it that not all are like that.
+        batch = next(batch for batch in batches if int(batch.lens.max()) > self.steps)
         captured = self.target.forward(batch.tokens.to(self.target.device), self.layers).captured
         assert captured is not None
         columns = torch.arange(batch.tokens.shape[1])
-        # The first rows of a text have features far larger than all others.
         inside = (columns >= self.steps) & (columns < batch.lens[:, None])
         rows = captured[inside.to(captured.device)].float()
         return rows.square().mean(dim=0).sqrt().clamp(min=1e-6)
@@ -263,14 +266,21 @@ def _layers(asked: list[int] | None, num_layers: int) -> tuple[int, ...]:
 def _vocabulary(setting: Setting) -> DraftVocabulary:
     """The most frequent tokens; a run that goes on from weights keeps theirs, whatever the data is
     now."""
-    args = setting.args
+    args, vocab_size = setting.args, setting.shards.vocab_size
     earlier = args.out if args.resume else args.init_from
     if earlier is None:
-        return DraftVocabulary.most_frequent(setting.shards, args.draft_vocab)
-    offsets = stored_tensors(earlier).get("d2t")
+        return DraftVocabulary.most_frequent(setting.shards, args.draft_vocab or DRAFT_VOCAB)
+    path, offsets = earlier / "model.safetensors", stored_tensors(earlier).get("d2t")
     if offsets is None:
-        raise ConfigError(f"{earlier / 'model.safetensors'} has no d2t; it is no EAGLE3 head.")
-    return DraftVocabulary(offsets + torch.arange(len(offsets)), setting.shards.vocab_size)
+        raise ConfigError(f"{path} has no d2t; it is no EAGLE3 head.")
+    if args.draft_vocab not in (None, len(offsets)):
+        raise ConfigError(
+            f"{path} was made with --draft-vocab {len(offsets)}, this run has {args.draft_vocab}."
+        )
+    ids = offsets + torch.arange(len(offsets))
+    if not bool(((ids >= 0) & (ids < vocab_size)).all()):
+        raise ConfigError(f"{path} has token ids beyond the {vocab_size} of --model-path.")
+    return DraftVocabulary(ids, vocab_size)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -278,7 +288,8 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m sgl_spec.training eagle3", description=__doc__)
     add_common(found, lr=1e-3, optimizer="adamw")
     add = found.add_argument
-    add("--draft-vocab", type=int, default=8192, help="output tokens (default 8192)")
+    about = f"output tokens (default {DRAFT_VOCAB}, or those of the head that is gone on with)"
+    add("--draft-vocab", type=int, help=about)
     add("--intermediate", type=int, help="MLP width (default: the target's)")
     add("--layers", type=int, nargs=3, help="captured layers (default 2, n // 2, n - 3)")
     add("--ttt-steps", type=int, default=7, help="steps of the training-time test (default 7)")
@@ -289,8 +300,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> None:
     """Train, writing to --out. Raises `ConfigError` for options or data that do not fit."""
     args = parser().parse_args(argv)
+    if args.draft_vocab is not None and args.draft_vocab < 1:
+        raise ConfigError(f"--draft-vocab {args.draft_vocab} is out of range; allowed: 1 and more.")
     if not 1 <= args.ttt_steps <= 16:
         raise ConfigError(f"--ttt-steps {args.ttt_steps} is out of range; allowed: 1 to 16.")
     setting = prepare(args)
-    draft = Eagle3Draft(setting)
-    Loop(draft, setting.feed(reach=args.ttt_steps), setting.loop).run()
+    feed = setting.feed(reach=args.ttt_steps)
+    Loop(Eagle3Draft(setting), feed, setting.loop).run()

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isnan, nan
 from pathlib import Path
+from statistics import fmean
 
-import numpy as np
 from tqdm import tqdm
 
 from sgl_spec.args import ServerArgs
@@ -39,10 +40,12 @@ class HeldOutPrompt:
 
 
 @dataclass(slots=True)
-class _Rounds:
-    """Token counts of what a request emitted: the prompt's own draw first, then round by round."""
+class Answer:
+    """What became of a request. counts: tokens that it emitted, the prompt's own draw first, then
+    round by round; refusal: why the engine did not take it, if it did not."""
 
     counts: list[int] = field(default_factory=list)
+    refusal: str | None = None
 
     @property
     def whole(self) -> list[int]:
@@ -53,20 +56,66 @@ class _Rounds:
 def main(argv: Sequence[str]) -> None:
     """Measure each shape and print one table. Raises `ConfigError` for what does not fit."""
     options, server = parser().parse_known_args(argv)
+    for name in ("limit", "max_new_tokens", "batch"):
+        if getattr(options, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} {getattr(options, name)} is out of range; allowed: 1 and more."
+            )
+    args = {shape: _server_args(options, server, shape) for shape in options.shapes}
     prompts = held_out_prompts(options.data, options.held_out, options.limit)
-    columns = {
-        shape: accept_lengths(_server_args(options, server, shape), prompts, options)
-        for shape in options.shapes
+    answers = {
+        shape: answer(of_shape, prompts, options.max_new_tokens) for shape, of_shape in args.items()
     }
-    kinds = sorted({prompt.kind for prompt in prompts})
+    print(report(prompts, answers))
+
+
+def report(prompts: Sequence[HeldOutPrompt], answers: Mapping[str, Sequence[Answer]]) -> str:
+    """The table of accept lengths, of prompts that every shape's engine took. A kind none of whose
+    rounds is whole has `nan`, and no part in the means of any shape, which stay comparable."""
+    taken = _taken(answers)
+    kinds = sorted({prompts[index].kind for index in taken})
+    indices = {kind: [i for i in taken if prompts[i].kind == kind] for kind in kinds}
+    columns = {
+        shape: {kind: _mean_round([given[i] for i in indices[kind]]) for kind in kinds}
+        for shape, given in answers.items()
+    }
+    measured = [kind for kind in kinds if not any(isnan(of[kind]) for of in columns.values())]
+    if not measured:
+        raise ConfigError("No kind of prompt has a whole round; raise --max-new-tokens or --limit.")
+    if measured != kinds:
+        missing = ", ".join(kind for kind in kinds if kind not in measured)
+        logger.warning("no whole round, not in the means: %s; raise --max-new-tokens", missing)
     rows: list[list[object]] = [
-        [kind, sum(prompt.kind == kind for prompt in prompts)]
-        + [columns[shape][kind] for shape in options.shapes]
-        for kind in kinds
+        [kind, len(indices[kind])] + [of[kind] for of in columns.values()] for kind in kinds
     ]
-    means = [float(np.mean(list(columns[shape].values()))) for shape in options.shapes]
-    rows.append(["mean of kinds", len(prompts), *means])
-    print(table(["kind", "prompts", *options.shapes], rows))
+    means = [fmean(of[kind] for kind in measured) for of in columns.values()]
+    rows.append(["mean of kinds", sum(len(indices[kind]) for kind in measured), *means])
+    return table(["kind", "prompts", *columns], rows)
+
+
+def _taken(answers: Mapping[str, Sequence[Answer]]) -> list[int]:
+    """The prompts that every shape's engine took; says how many others there are."""
+    refusals: dict[int, str] = {}
+    for given in answers.values():
+        refusals |= {i: item.refusal for i, item in enumerate(given) if item.refusal is not None}
+    count = max(len(given) for given in answers.values())
+    if len(refusals) == count:
+        raise ConfigError(
+            f"The engine refused all {count} prompts (--max-new-tokens, --context-length, "
+            f"--max-total-tokens and the like): {refusals[0]}"
+        )
+    if refusals:
+        reason = refusals[min(refusals)]
+        logger.warning(
+            "%d of %d prompts were refused and are not counted: %s", len(refusals), count, reason
+        )
+    return [index for index in range(count) if index not in refusals]
+
+
+def _mean_round(answers: Sequence[Answer]) -> float:
+    rounds = [count for answer in answers for count in answer.whole]
+    return fmean(rounds) if rounds else nan
 
 
 def parser() -> argparse.ArgumentParser:
@@ -101,13 +150,16 @@ def held_out_prompts(data: Sequence[Path], share: float, limit: int) -> list[Hel
     return list(found.values())
 
 
-def accept_lengths(
-    args: ServerArgs, prompts: Sequence[HeldOutPrompt], options: argparse.Namespace
-) -> dict[str, float]:
-    """Tokens of a round by kind, over whole rounds of all answers (nan without any)."""
+def answer(args: ServerArgs, prompts: Sequence[HeldOutPrompt], max_new_tokens: int) -> list[Answer]:
+    """Each prompt's greedy answer. Raises `ConfigError` for a target of another vocabulary."""
     engine = Engine(args)
-    sampling = SamplingParams(temperature=0.0, max_new_tokens=options.max_new_tokens, seed=0)
-    answers = [_Rounds() for _ in prompts]
+    largest, vocab_size = max(max(prompt.ids) for prompt in prompts), engine.model.config.vocab_size
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"--data holds token id {largest}, --model-path {args.model_path} has {vocab_size} ids."
+        )
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens, seed=0)
+    answers = [Answer() for _ in prompts]
     for number, prompt in enumerate(prompts):
         engine.submit(
             TokenizedRequest(rid=str(number), input_ids=prompt.ids, sampling=sampling, stream=True)
@@ -115,19 +167,19 @@ def accept_lengths(
     with tqdm(total=len(prompts), desc="answers", unit="answer", leave=False) as bar:
         while engine.has_work:
             for chunk in engine.step():
-                answers[int(chunk.rid)].counts.append(len(chunk.ids))
-                bar.update(chunk.finish is not None)
-    found = {}
-    for kind in {prompt.kind for prompt in prompts}:
-        of_kind = [a for a, prompt in zip(answers, prompts, strict=True) if prompt.kind == kind]
-        rounds = [count for answer in of_kind for count in answer.whole]
-        found[kind] = sum(rounds) / len(rounds) if rounds else float("nan")
-    return found
+                of_request = answers[int(chunk.rid)]
+                of_request.counts.append(len(chunk.ids))
+                if chunk.finish is not None:
+                    bar.update()
+                    if chunk.finish.kind == "abort":
+                        of_request.refusal = chunk.finish.message or "no reason given"
+    return answers
 
 
 def _server_args(options: argparse.Namespace, server: Sequence[str], shape: str) -> ServerArgs:
+    """The engine's options for one of --shapes; refuses one that the server would change."""
     values = shape.split(",")
-    if len(values) != 3:
+    if len(values) != 3 or not all(value.isdecimal() for value in values):
         raise ConfigError(f"--shapes must be STEPS,TOPK,NODES each, got {shape!r}.")
     algorithm, directory = draft_kind(options.draft)
     flags = ["--model-path", options.model_path, "--speculative-algorithm", algorithm]
@@ -136,7 +188,13 @@ def _server_args(options: argparse.Namespace, server: Sequence[str], shape: str)
     for name, value in zip(names, values, strict=True):
         flags += [f"--speculative-{name}", value]
     flags += ["--max-running-requests", str(options.batch), *server]
-    return replace(ServerArgs.from_cli(flags), speculative_verify_whole_trees=True)
+    args = replace(ServerArgs.from_cli(flags), speculative_verify_whole_trees=True)
+    found = args.resolve()
+    nodes = found.speculative_num_draft_tokens
+    used = f"{found.speculative_num_steps},{found.speculative_eagle_topk},{nodes}"
+    if used != ",".join(str(int(value)) for value in values):
+        raise ConfigError(f"--shapes {shape} would be measured as {used}; ask for that.")
+    return args
 
 
 def draft_kind(out: Path) -> tuple[str, Path]:

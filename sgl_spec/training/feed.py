@@ -54,12 +54,20 @@ class Feed:
     ) -> None:
         """tokens, max_len: size of a batch, see `TokenShards.batches`. prompt_share: the share of
         prompt positions that are learned beside all answer positions. reach: the first `reach`
-        positions of a sequence are never learned (a draft chain of that many rows ends there)."""
+        positions of a sequence are never learned (a draft chain of that many rows ends there).
+        `ConfigError` where that leaves nothing: batches without a row would go by for ever."""
         self.shards = shards
         self.tokens, self.max_len, self.seed = tokens, max_len, seed
         self.prompt_share, self.reach, self.device = prompt_share, reach, device
-        if not len(shards.training()):
-            raise ConfigError("The data holds no sequence to train on; make more of it.")
+        shards.require_training()
+        longest = int(shards.lens[shards.training()].max())
+        # A sequence's last position is learned unless it is among the first `reach`.
+        if min(longest, max_len) <= reach:
+            raise ConfigError(
+                f"There is nothing to learn: the first {reach} tokens of a sequence are never "
+                f"learned (a head's --ttt-steps), and of the data's up to {longest} only "
+                f"{max_len} are read (--max-len, --batch-tokens)."
+            )
 
     def batches(self, start: Position) -> Generator[tuple[Batch, Position]]:
         """Each batch with the position after it. Prepared by a thread that ends with the
@@ -67,19 +75,20 @@ class Feed:
         ready: queue.Queue[tuple[Batch, Position] | BaseException] = queue.Queue(_READY)
         stop = threading.Event()
 
+        def hand_over(item: tuple[Batch, Position] | BaseException) -> None:
+            while not stop.is_set():
+                try:
+                    ready.put(item, timeout=0.1)
+                    return
+                except queue.Full:
+                    continue
+
         def produce() -> None:
             try:
-                for item in self._produce(start):
-                    while not stop.is_set():
-                        try:
-                            ready.put(item, timeout=0.1)
-                            break
-                        except queue.Full:
-                            continue
-                    if stop.is_set():
-                        return
+                for item in self._produce(start, stop):
+                    hand_over(item)
             except BaseException as error:  # noqa: BLE001 - handed to the consumer, raised there
-                ready.put(error)
+                hand_over(error)
 
         thread = threading.Thread(target=produce, name="feed", daemon=True)
         thread.start()
@@ -93,20 +102,19 @@ class Feed:
             stop.set()
             thread.join()
 
-    def _produce(self, start: Position) -> Iterator[tuple[Batch, Position]]:
+    def _produce(self, start: Position, stop: threading.Event) -> Iterator[tuple[Batch, Position]]:
+        """`stop` is looked at for every batch: a long stretch of them may have no row to learn."""
         epoch, skip = start.epoch, start.batch
         while True:
-            found = 0
             for index, batch in enumerate(self._pass(epoch)):
-                found += 1
+                if stop.is_set():
+                    return
                 if index < skip:
                     continue
                 rng = np.random.default_rng((self.seed, epoch, index))
                 rows = learned_rows(batch, self.prompt_share, self.reach, rng)
                 if len(rows):
                     yield self._on_device(batch, rows), Position(epoch, index + 1)
-            if not found:
-                raise ConfigError("The data gave no batch; make more of it.")
             epoch, skip = epoch + 1, 0
 
     def _pass(self, epoch: int) -> Iterator[TokenBatch]:

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from sgl_spec.errors import ConfigError
 from sgl_spec.training.feed import Batch, Feed, Position
+from sgl_spec.training.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINT = "checkpoint.pt"
+_STATE = {"weights", "constants", "optimizers", "optimizer", "progress"}
 _MAX_NORM = 1.0
 
 
@@ -113,7 +115,20 @@ class Loop:
             self._resume()
 
     def run(self) -> None:
-        """Train. A step is one batch; figures are averaged over the steps between log lines."""
+        """Train. A step is one batch; figures are averaged over the steps between log lines.
+
+        Ctrl-C ends the run behind the step that it meets: with a checkpoint, and KeyboardInterrupt.
+        """
+        with StopRequest() as stop:
+            self._train(stop)
+            if not stop.asked:
+                self._evaluate()
+            self._save()
+        if stop.asked:
+            raise KeyboardInterrupt
+
+    def _train(self, stop: StopRequest) -> None:
+        """Steps until the schedule is over or `stop` is asked for."""
         begun = time.monotonic()
         window = _Window(begun)
         saved = evaluated = begun
@@ -132,14 +147,12 @@ class Loop:
                 if now - saved >= self.options.save_every:
                     self._save()
                     saved = time.monotonic()
-                if self.progress.share >= 1.0:
+                if stop.asked or self.progress.share >= 1.0:
                     break
         finally:
             batches.close()
         if window.steps:
             self._log(window)
-        self._evaluate()
-        self._save()
 
     def _step(self, batch: Batch, position: Position, window: _Window) -> None:
         rate = learning_rate(self.progress.share, self.options.lr, self.options.warmup)
@@ -236,26 +249,21 @@ class Loop:
 
     def _resume(self) -> None:
         path = self.options.out / CHECKPOINT
-        if not path.is_file():
-            raise ConfigError(f"--resume: {path} does not exist.")
-        device = next(iter(self.draft.weights.values())).device
-        state = torch.load(path, map_location=device, weights_only=True)
+        state = _read_checkpoint(path, next(iter(self.draft.weights.values())).device)
         if state["optimizer"] != self.options.optimizer:
             raise ConfigError(
                 f"{path} was made with --optimizer {state['optimizer']}, "
                 f"this run has {self.options.optimizer}."
             )
         with torch.no_grad():
-            for name, weight in self.draft.weights.items():
-                stored = state["weights"].get(name)
-                if stored is None or stored.shape != weight.shape:
+            for name, tensor in (self.draft.weights | self.draft.constants).items():
+                stored = state["weights" if name in self.draft.weights else "constants"].get(name)
+                if stored is None or stored.shape != tensor.shape:
                     found = None if stored is None else list(stored.shape)
                     raise ConfigError(
-                        f"{path}: {name} has shape {found}, this run needs {list(weight.shape)}."
+                        f"{path}: {name} has shape {found}, this run needs {list(tensor.shape)}."
                     )
-                weight.copy_(stored)
-            for name, constant in self.draft.constants.items():
-                constant.copy_(state["constants"][name])
+                tensor.copy_(stored)
         for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(stored)
         self.progress = Progress(**state["progress"])
@@ -263,6 +271,20 @@ class Loop:
             self.progress.share = 0.0
         self._first_share, self._first_step = self.progress.share, self.progress.step
         logger.info("resumed at step %d of %s", self.progress.step, path)
+
+
+def _read_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
+    """What `_save` wrote; `ConfigError` for a file that is not there, not whole or not its own."""
+    if not path.is_file():
+        raise ConfigError(f"--resume: {path} does not exist.")
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # an unpickler may raise anything
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(f"--resume: cannot read {path}, is it whole? {reason}") from error
+    if not isinstance(state, dict) or not state.keys() >= _STATE:
+        raise ConfigError(f"--resume: {path} is no checkpoint of a training.")
+    return state
 
 
 class _Window:

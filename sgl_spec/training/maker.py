@@ -27,6 +27,7 @@ from sgl_spec.training.writing import ARTICLE_TOKENS, PASSAGE_TOKENS, Author, Ch
 
 logger = logging.getLogger(__name__)
 
+_LEAST_PROMPT = 64  # tokens of the context that answers must leave
 _WINDOW = 16  # batches of jobs that are sorted by length together
 _WRITE_SHARE = 0.4  # of the time left, for what the model writes before it answers
 _ROUND = 1 << 32  # job numbers of a round start at a multiple; those of its texts half-way on
@@ -61,6 +62,13 @@ class Maker:
 
     def __init__(self, options: Options, model: Decoder, chat: ChatText) -> None:
         self.options, self._model, self._chat = options, model, chat
+        most = model.config.context_length - _LEAST_PROMPT
+        if options.max_new > most:
+            raise ConfigError(
+                f"--max-new-tokens {options.max_new} leaves no room for prompts in the model's "
+                f"context of {model.config.context_length}; allowed: up to {most}.",
+                param="max_new_tokens",
+            )
         self._grammar = Grammar.load()
         self._dropped = Overlap(options.exclude)
         self._filed = read_prompts(options.prompts)[options.part :: options.parts]
@@ -127,7 +135,7 @@ class Maker:
     def _answer(self, number: int, prompts: Sequence[Prompt]) -> None:
         options, writer = self.options, self._writer
         generator = self._generator(options.max_prompt, options.max_new)
-        jobs = self._jobs(number, prompts)
+        jobs = self._jobs(number, prompts, generator.max_prompt)
         initial = writer.num_tokens
         with tqdm(
             total=options.tokens, initial=initial, unit="tok", desc="Answering", mininterval=1
@@ -141,13 +149,14 @@ class Maker:
                     break
         if writer.num_tokens == initial and len(prompts) > len(writer.done):
             raise ConfigError(
-                f"None of {len(prompts)} prompts has at most {options.max_prompt} tokens "
-                "(--max-prompt-tokens).",
+                f"None of {len(prompts)} prompts has at most {generator.max_prompt} tokens "
+                "(--max-prompt-tokens, and what --max-new-tokens leaves of the context).",
                 param="max_prompt_tokens",
             )
 
-    def _jobs(self, number: int, prompts: Sequence[Prompt]) -> Iterator[Job]:
-        """Jobs whose neighbours are about equally long, every stretch of them a fair mixture.
+    def _jobs(self, number: int, prompts: Sequence[Prompt], max_prompt: int) -> Iterator[Job]:
+        """Jobs whose neighbours are about equally long, every stretch of them a fair mixture;
+        prompts of more than `max_prompt` tokens are left out.
 
         A window of jobs is sorted by length, and every second window the other way round, so that
         lengths change slowly throughout.
@@ -162,7 +171,7 @@ class Maker:
                 # Two greedy answers to one prompt would be the same.
                 temperature = _temperature(options, index, again=part[offset] in texts)
                 texts.add(part[offset])
-                if index not in self._writer.done and len(ids) <= options.max_prompt:
+                if index not in self._writer.done and len(ids) <= max_prompt:
                     jobs.append(Job(index, ids, options.max_new, temperature))
             yield from sorted(jobs, key=lambda job: len(job.prompt), reverse=window % 2 == 1)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from sgl_spec.errors import ConfigError
 from sgl_spec.models.checkpoint import resolve_checkpoint
 from sgl_spec.training import chain_attention, losses
+from sgl_spec.training.checks import check_directory, chosen_device
 from sgl_spec.training.feed import Feed
 from sgl_spec.training.loop import CHECKPOINT, LoopOptions
 from sgl_spec.training.provenance import device_name, versions
@@ -99,7 +100,7 @@ def prepare(args: argparse.Namespace) -> Setting:
     _check_out(args.out, args.resume)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    device = torch.device(args.device)
+    device = chosen_device(args.device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     compiled = device.type == "cuda" if args.compile is None else args.compile
     if compiled:
@@ -109,6 +110,7 @@ def prepare(args: argparse.Namespace) -> Setting:
         losses.compile_rows()
     shards = TokenShards(args.data, args.held_out)
     shards.require_held_out()
+    shards.require_training()
     target = Target(resolve_checkpoint(args.target), dtype=dtype, device=device, compiled=compiled)
     if shards.vocab_size != target.config.vocab_size:
         raise ConfigError(
@@ -129,6 +131,7 @@ def prepare(args: argparse.Namespace) -> Setting:
 
 def _check_out(out: Path, resume: bool) -> None:
     """A run that does not go on from what is in --out must not replace it."""
+    check_directory(out)
     found = [name for name in ("model.safetensors", CHECKPOINT) if (out / name).exists()]
     if found and not resume:
         raise ConfigError(

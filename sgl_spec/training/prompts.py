@@ -249,6 +249,8 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}.") from error
 
 
 def _rows(content: str, path: Path | None) -> Iterator[dict[str, object]]:

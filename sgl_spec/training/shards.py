@@ -27,15 +27,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from torch import Tensor
 
 from sgl_spec.errors import ConfigError
+from sgl_spec.training.shard_files import (
+    FORMAT,
+    Arrays,
+    manifest_paths,
+    read_manifest,
+    read_shard,
+)
 
-FORMAT = 1
 IntArray = npt.NDArray[np.int64]
-Arrays = dict[str, npt.NDArray[Any]]
 
 # A run that is killed loses at most the sequences that finished within either bound.
 _SHARD_TOKENS = 1 << 20
@@ -145,7 +149,7 @@ class ShardWriter:
         self._flushed = time.monotonic()
 
     def _resume(self) -> None:
-        found = _read_manifest(self._path)
+        found = read_manifest(self._path)
         for key in _IDENTITY:
             if found.get(key) != self.manifest[key]:
                 raise ConfigError(
@@ -154,7 +158,7 @@ class ShardWriter:
                 )
         self.manifest["shards"] = found["shards"]
         for shard in found["shards"]:
-            self.done.update(_read_shard(self.directory / shard["file"])["jobs"].tolist())
+            self.done.update(read_shard(self.directory / shard["file"], found)["jobs"].tolist())
 
     def _write_manifest(self, manifest: dict[str, Any]) -> None:
         partial = self._path.with_name(f".{self._path.name}.partial")
@@ -173,9 +177,9 @@ class TokenShards:
 
     def __init__(self, directories: Path | Sequence[Path], held_out: float = 0.02) -> None:
         if not 0 <= held_out < 1:
-            raise ConfigError(f"The held-out share must be at least 0 and below 1, got {held_out}.")
+            raise ConfigError(f"--held-out {held_out} is out of range; allowed: 0 and below 1.")
         listed = [directories] if isinstance(directories, Path) else list(directories)
-        manifests = [(path, _read_manifest(path)) for path in _manifest_paths(listed)]
+        manifests = [(path, read_manifest(path)) for path in manifest_paths(listed)]
         first_path, first = manifests[0]
         for path, manifest in manifests:
             for key in ("target", "vocab_size", "kinds"):
@@ -187,10 +191,14 @@ class TokenShards:
         self.target = str(first["target"])
         self.vocab_size = int(first["vocab_size"])
         self.kind_names: tuple[str, ...] = tuple(first["kinds"])
-        files = [path.parent / shard["file"] for path, man in manifests for shard in man["shards"]]
-        if not files:
+        shards = [
+            read_shard(path.parent / shard["file"], manifest)
+            for path, manifest in manifests
+            for shard in manifest["shards"]
+        ]
+        if not shards:
             raise ConfigError(f"{listed[0]} holds no finished shard yet.")
-        self._join([_read_shard(file) for file in files])
+        self._join(shards)
         self._share = held_out
         self._held_out = self._hashes < np.uint64(int(held_out * 2**64))
 
@@ -220,6 +228,13 @@ class TokenShards:
         if not self._held_out.any():
             raise ConfigError(
                 f"--held-out {self._share} keeps no prompt of the data apart; raise it."
+            )
+
+    def require_training(self) -> None:
+        """`ConfigError` if every sequence is held out: nothing could be learned then."""
+        if self._held_out.all():
+            raise ConfigError(
+                f"--held-out {self._share} keeps every prompt of the data apart; lower it."
             )
 
     def sequence(self, index: int) -> IntArray:
@@ -305,28 +320,3 @@ def _packed(sequences: list[TokenSequence], id_type: Any) -> Arrays:
         "jobs": np.array([item.job for item in sequences], dtype=np.int64),
         "prompt_hashes": np.array(hashes, dtype=np.uint64),
     }
-
-
-def _manifest_paths(directories: list[Path]) -> list[Path]:
-    found = [path for folder in directories for path in sorted(folder.glob("part-[0-9][0-9].json"))]
-    if not found:
-        listed = ", ".join(map(str, directories))
-        raise ConfigError(f"No part-NN.json in {listed}; make data with the `data` command first.")
-    return found
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"Cannot read the manifest {path}: {error}.") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ConfigError(f"{path} is no manifest of format {FORMAT}.")
-    return manifest
-
-
-def _read_shard(path: Path) -> Arrays:
-    try:
-        return dict(load_file(str(path)))
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"Cannot read the shard {path}: {error}.") from error

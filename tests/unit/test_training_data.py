@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -231,6 +232,24 @@ def test_a_stopped_run_keeps_what_was_finished(
     assert command(["data", *flags]) == 0
     jobs = TokenShards(tmp_path).jobs.tolist()
     assert len(set(jobs)) == len(jobs) > 40
+
+
+@pytest.mark.parametrize(("context", "answer"), [(256, "100"), (160, "12"), (96, "12")])
+def test_prompts_that_leave_no_room_are_dropped(
+    tmp_path: Path, tiny_model_dir: Path, context: int, answer: str
+) -> None:
+    """A short context holds the shorter prompts; the shortest, none of the texts to be written."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, model)
+    config = json.loads((model / "config.json").read_text())
+    changed = config | {"max_position_embeddings": context}
+    (model / "config.json").write_text(json.dumps(changed))
+    run(tmp_path / "data", model, "--max-new-tokens", answer, tokens=1500)
+    data = TokenShards(tmp_path / "data")
+    assert len(data) > 5
+    assert int(data.lens.max()) <= context
+    answered = data.kinds != KINDS.index("writing")
+    assert int(data.prompt_lens[answered].max()) <= context - int(answer)
 
 
 @pytest.mark.parametrize(
