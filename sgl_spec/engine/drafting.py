@@ -147,7 +147,7 @@ def _import_module(name: str) -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
             f"--speculative-drafter-module {name} cannot be imported: {reason}"

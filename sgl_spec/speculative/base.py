@@ -35,7 +35,8 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """What a drafter may look at for one round of B requests.
+    """What a drafter may look at for one round of B requests. It is not to be written to; drafters
+    from outside are shown what they cannot write to, or copies.
 
     rows: [B] request row, stable while the request runs and reused later.
     lengths: [B] tokens known so far, prompt and output; the last of them is the tree's root.

@@ -137,6 +137,8 @@ class TokenTree:
 
         It reads the device: for trees from drafters that are not ours, and for tests.
         """
+        if self.tokens.dim() != 2:
+            raise ValueError(f"tokens are [B, N], got {list(self.tokens.shape)}")
         batch, width = self.tokens.shape
         shapes = (self.tokens.shape, self.parents.shape, (*self.num_nodes.shape, width))
         if set(shapes) != {(batch, width)} or not 1 <= width <= MAX_TREE_NODES:
@@ -154,6 +156,10 @@ class TokenTree:
         _require((known | ~self.used()).all(1), f"tokens are 0 to {vocab_size - 1}")
         _require(~self._has_twins(inner), "siblings hold distinct tokens")
         if self.scores is not None:
+            kind = self.scores.dtype, self.scores.shape
+            if kind != (torch.float32, self.tokens.shape):
+                shape = list(self.scores.shape)
+                raise ValueError(f"scores are float32 [B, N], got {self.scores.dtype} {shape}")
             _require(self._scores_fall(self.scores, inner), "scores start at 1 and never rise")
 
     def _has_twins(self, inner: Tensor) -> Tensor:

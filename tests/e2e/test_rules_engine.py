@@ -21,7 +21,7 @@ from tiny import make_tiny
 from torch import Tensor
 
 from sgl_spec import LLM, Completion, SamplingParams
-from sgl_spec.errors import ConfigError
+from sgl_spec.errors import ConfigError, DrafterError
 from sgl_spec.request import LogprobParams, Speculation
 
 ROOT = Path(__file__).parents[2]
@@ -319,7 +319,8 @@ def test_a_drafter_that_cannot_sample_is_refused_by_name(tiny_model_dir: Path) -
 
 def test_a_drafter_that_breaks_its_word_is_caught(tiny_model_dir: Path) -> None:
     llm = make(tiny_model_dir, "BROKEN_SAMPLER", **RULES["chain"])
-    with pytest.raises(ValueError, match="sampled trees have the parents"):
+    said = "BROKEN_SAMPLER failed in propose: sampled trees have the parents"
+    with pytest.raises(DrafterError, match=said):
         llm.generate([PROMPT], {"max_new_tokens": 8, "ignore_eos": True})
 
 

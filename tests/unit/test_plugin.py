@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from sgl_spec import LLM
 from sgl_spec.errors import ConfigError, DrafterError
-from sgl_spec.speculative.base import KVDrafter, protocol_methods, register_drafter
+from sgl_spec.speculative.base import (
+    DraftBatch,
+    KVDrafter,
+    protocol_methods,
+    register_drafter,
+)
+from sgl_spec.speculative.plugin_tree import checked
+from sgl_spec.speculative.tree import DraftProbs, TokenTree
 
 HEAD = "import torch\nfrom sgl_spec import register_drafter\n"
 # Proposes nothing: root-only trees.
@@ -76,6 +86,11 @@ def test_a_drafter_with_kv_says_what_it_reads(tmp_path: Path, tiny_model_dir: Pa
             "register_drafter('made', lambda context: 1 / 0)",
             "The drafter MADE cannot be built: ZeroDivisionError: division by zero.",
         ),
+        (
+            "register_drafter('made', lambda context: exit('no'))",
+            "The drafter MADE cannot be built: SystemExit: no.",
+        ),
+        ("raise SystemExit('no')", "cannot be imported: SystemExit: no"),
         ("nothing", "cannot be imported: NameError: name 'nothing' is not defined"),
     ],
 )
@@ -136,3 +151,198 @@ def test_a_drafter_keeps_what_it_has_beside_the_protocol(
         assert llm.engine.state().drafter == {"learned": 3.0}
         assert getattr(llm.engine.drafter, "memory") == "kept"  # noqa: B009
         assert not hasattr(llm.engine.drafter, "samples")
+
+
+# --- what a drafter returns ---
+
+CHAIN = """
+from dataclasses import replace
+import sys
+from sgl_spec.speculative.tree import DraftProbs, NodeMasks, TokenTree
+
+def chain(batch, length=2, **fields):
+    roots = torch.from_numpy(batch.roots())
+    tokens = torch.full((len(roots), length), 7)
+    tokens[:, 0] = roots
+    parents = torch.arange(-1, length - 1).repeat(len(roots), 1)
+    nodes = torch.from_numpy(batch.max_nodes).clamp(max=length)
+    return replace(TokenTree(tokens, parents, nodes), **fields)
+
+def put(tensor, column, value):
+    tensor[:, column] = value
+    return tensor
+
+def odd(batch):
+    right = chain(batch)
+    return {value}
+
+class Odd(Quiet):
+    {method} = lambda self, batch: odd(batch)
+register_drafter("odd", Odd)
+"""
+BROKEN_RULES = {
+    "put(right.tokens, 0, 5) is None or right": "node 0 holds the request's last token, ",
+    "chain(batch, tokens=put(right.tokens, 1, 512))": "tokens are 0 to 511",
+    "chain(batch, tokens=put(right.tokens, 1, -1))": "tokens are 0 to 511",
+    "chain(batch, tokens=right.tokens.int())": "a tree's integers are int64, got ",
+    "chain(batch, tokens=right.tokens[0])": "tokens are [B, N], got [2]",
+    "chain(batch, tokens=right.tokens.numpy())": "TokenTree.tokens is a tensor, got ndarray",
+    "chain(batch, scores=1.0)": "TokenTree.scores is a tensor, got float",
+    "chain(batch, num_nodes=None)": "TokenTree.num_nodes is a tensor, got NoneType",
+    "chain(batch, num_nodes=right.num_nodes * 0)": "num_nodes is 1 to 2",
+    "chain(batch, num_nodes=right.num_nodes + 9)": "num_nodes is 1 to 2",
+    "chain(batch, num_nodes=right.num_nodes[:0])": "got shapes ",
+    "chain(batch, parents=put(right.parents, 1, 1))": "a parent comes before its children",
+    "chain(batch, parents=put(right.parents, 0, 0))": "the root's parent is -1",
+    "chain(batch, 65)": "a tree is [B, 1 to 64], got shapes ",
+    "TokenTree(right.tokens[:0], right.parents[:0], right.num_nodes[:0])": (
+        "a tree for each of the 1 requests is due, got 0"
+    ),
+    "chain(batch, scores=torch.tensor([[0.5, 0.5]]))": "scores start at 1 and never rise",
+    "chain(batch, scores=torch.ones(1))": "scores are float32 [B, N], got torch.float32 [1]",
+    "chain(batch, scores=torch.ones(1, 2).double())": "got torch.float64 [1, 2]",
+    "chain(batch, num_nodes=torch.ones(1, dtype=torch.int64, device='meta'))": (
+        "the tensors of a TokenTree lie on one device, got cpu, meta"
+    ),
+    "chain(batch, allowed=NodeMasks(right.tokens, right.tokens))": (
+        "TokenTree.allowed is the engine's to set, it must be None"
+    ),
+    "[right]": "it must return a TokenTree, got list",
+}
+
+
+@pytest.mark.parametrize(("value", "rule"), BROKEN_RULES.items(), ids=range(len(BROKEN_RULES)))
+def test_a_tree_that_breaks_a_rule_is_refused_with_drafter_method_and_rule(
+    tmp_path: Path, tiny_model_dir: Path, value: str, rule: str
+) -> None:
+    source = QUIET + CHAIN.replace("{value}", value).replace("{method}", "propose")
+    llm = start(tmp_path, str(tiny_model_dir), source, "odd")
+    with pytest.raises(DrafterError) as caught:
+        llm.generate("abc", {"max_new_tokens": 6, "temperature": 0})
+    assert caught.value.message.startswith("The drafter ODD failed in propose: ")
+    assert rule in caught.value.message
+
+
+def sampled(probs: object = None, row_of: object = None, ids: object = None) -> DraftProbs:
+    """What the children of the root of one tree of two nodes were drawn from."""
+    return DraftProbs(
+        torch.tensor([[0.25, 0.5, 0.25]]) if probs is None else probs,  # type: ignore[arg-type]
+        torch.tensor([[0, -1]]) if row_of is None else row_of,  # type: ignore[arg-type]
+        ids,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("draft", "rule"),
+    [
+        (5, "TokenTree.draft is a DraftProbs, got int"),
+        (sampled(probs=[0.5]), "TokenTree.draft.probs is a tensor, got list"),
+        (sampled(ids=[3]), "TokenTree.draft.ids is a tensor, got list"),
+        (sampled(probs=torch.ones(1, 2) / 2), r"draft.probs is float32 \[Q, 3\], got .* \[1, 2\]"),
+        (sampled(probs=torch.ones(1, 3)), "each row of draft.probs is a distribution"),
+        (sampled(probs=torch.tensor([[1.5, -0.5, 0]])), "each row of draft.probs is a distrib"),
+        (sampled(row_of=torch.tensor([0, -1])), r"draft.row_of is int64 \[1, 2\], .* \[2\]"),
+        (sampled(row_of=torch.tensor([[-1, 0]])), "row_of of a node with children is 0 to 0"),
+        (sampled(row_of=torch.tensor([[1, -1]])), "row_of of a node with children is 0 to 0"),
+        (sampled(ids=torch.tensor([0, 1, 3])), "distinct tokens of 0 to 2"),
+        (sampled(ids=torch.tensor([0, 1, 1])), "distinct tokens of 0 to 2"),
+        (sampled(ids=torch.tensor([2, 1])), r"draft.probs is float32 \[Q, 2\]"),
+    ],
+)
+def test_distributions_that_break_a_rule(draft: DraftProbs, rule: str) -> None:
+    chain = torch.tensor([[2, 1]]), torch.tensor([[-1, 0]]), torch.tensor([2])
+    roots = np.array([2])
+    for right in (sampled(), sampled(ids=torch.tensor([2, 0, 1])), None):
+        assert checked(TokenTree(*chain, draft=right), roots, 3).draft == right
+    with pytest.raises(ValueError, match=rule):
+        checked(TokenTree(*chain, draft=draft), roots, 3)
+
+
+def test_what_stands_behind_the_nodes_means_nothing() -> None:
+    """Also where the drafter left it unwritten; the engine gets no columns that no tree uses."""
+    tree = TokenTree(
+        tokens=torch.tensor([[4, 1, -9, 99], [5, 99, 99, 99]]),
+        parents=torch.tensor([[-1, 0, 99, -7], [-1, 99, 99, 99]]),
+        num_nodes=torch.tensor([2, 1]),
+        scores=torch.tensor([[1, 0.5, 9, torch.nan], [1, 9, 9, 9]]),
+    )
+    found = checked(tree, np.array([4, 5]), 10)
+    assert found.width == 2
+    assert found.tokens.tolist() == [[4, 1], [5, 99]]
+
+
+def test_looks_are_checked_too_and_have_scores(tmp_path: Path, tiny_model_dir: Path) -> None:
+    batch = DraftBatch(
+        np.array([0]), np.array([2]), np.array([3]), np.array([[4, 5, 0]], dtype=np.int32)
+    )
+    for value, rule in (
+        ("right", "its trees must have scores"),
+        ("chain(batch, tokens=put(right.tokens, 0, 4))", "node 0 holds .* last token, 5, got 4"),
+    ):
+        source = QUIET + CHAIN.replace("{value}", value).replace("{method}", "look")
+        with start(tmp_path, str(tiny_model_dir), source, "odd") as llm:
+            drafter: Any = llm.engine.drafter
+            with pytest.raises(DrafterError, match=f"ODD failed in look: .*{rule}"):
+                drafter.look(batch)
+
+
+@pytest.mark.parametrize("method", ["settle", "propose"])
+def test_leaving_is_a_fault_like_others(tmp_path: Path, tiny_model_dir: Path, method: str) -> None:
+    source = QUIET + f"    def {method}(self, *args): raise SystemExit('enough')\n"
+    llm = start(tmp_path, str(tiny_model_dir), source + "register_drafter('l', Quiet)\n", "l")
+    with pytest.raises(DrafterError) as caught:
+        llm.generate("a", {"max_new_tokens": 3})
+    assert caught.value.message == f"The drafter L failed in {method}: SystemExit: enough."
+
+
+# --- what a drafter is shown ---
+
+
+@pytest.mark.parametrize("where", ["begin", "propose", "observe"])
+def test_texts_are_read_only(tmp_path: Path, tiny_model_dir: Path, where: str) -> None:
+    shown = "args[1]" if where == "begin" else "args[0].tokens"
+    source = QUIET + f"    def {where}(self, *args): {shown}[:] = 0\n"
+    llm = start(tmp_path, str(tiny_model_dir), source + "register_drafter('w', Quiet)\n", "w")
+    with pytest.raises(DrafterError) as caught:
+        llm.generate("a", {"max_new_tokens": 3})
+    assert f"W failed in {where}: ValueError: assignment dest" in caught.value.message
+    assert "read-only" in caught.value.message
+
+
+SCRIBBLER = """
+from sgl_spec.speculative.sampling import SamplingRows
+
+def scribble(batch):
+    for array in (batch.rows, batch.lengths, batch.max_nodes):
+        array[:] = 1
+    rows = batch.sampling
+    for holder in (rows, rows.penalties, rows.bias):
+        for name in holder.__slots__:
+            value = getattr(holder, name)
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+
+class Scribbler(Quiet):
+    def propose(self, batch):
+        tree = super().propose(batch)
+        scribble(batch)
+        return tree
+    def observe(self, batch, tree, accepted):
+        scribble(batch)
+        accepted.tokens.zero_()
+        accepted.counts.zero_()
+        tree.tokens.zero_()
+register_drafter("scribbler", Scribbler)
+"""
+
+
+def test_a_drafter_that_overwrites_what_it_is_shown_changes_no_text(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    settings = {"max_new_tokens": 12, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    settings |= {"top_k": 40, "frequency_penalty": 0.5, "logit_bias": {"9": 3.0, "11": -2.0}}
+    prompts = ["a", "the harbour"]
+    with LLM(str(tiny_model_dir), max_total_tokens=400) as plain:
+        expected = [one.output_ids for one in plain.generate(prompts, settings)]
+    with start(tmp_path, str(tiny_model_dir), QUIET + SCRIBBLER, "scribbler") as llm:
+        assert [one.output_ids for one in llm.generate(prompts, settings)] == expected
