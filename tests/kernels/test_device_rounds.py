@@ -70,7 +70,7 @@ def expected(target: Path) -> list[list[int]]:
 
 @pytest.fixture
 def resting(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Draft models rest in every other round, the first among them: which rounds did not."""
+    """Draft models rest in every other round, the first among them. Which rounds they drafted."""
     drafted: list[bool] = []
 
     def drafts(worker: DeviceWorker, batch: DecodeBatch) -> bool:
@@ -82,12 +82,16 @@ def resting(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @INTERPRETED
-@pytest.mark.usefixtures("resting")
 @pytest.mark.parametrize(
     ("kind", "page"), [("none", 1), ("EAGLE3", 4), ("STANDALONE", 1), ("NGRAM", 4)]
 )
 def test_texts_are_the_cpu_engines(
-    target: Path, drafts: dict[str, Path], expected: list[list[int]], kind: str, page: int
+    target: Path,
+    drafts: dict[str, Path],
+    expected: list[list[int]],
+    resting: list[bool],
+    kind: str,
+    page: int,
 ) -> None:
     llm, done = run(
         target,
@@ -100,6 +104,7 @@ def test_texts_are_the_cpu_engines(
     )
     assert isinstance(llm.engine.scheduler.worker, DeviceWorker)
     assert [one.output_ids for one in done] == expected
+    assert set(resting) == {False, True}, "rounds of both kinds were asked for"
     if kind == "STANDALONE":  # the target drafts for itself
         counters = llm.engine.counters
         assert counters.emitted > counters.verify_ct

@@ -111,6 +111,7 @@ class PrefillRound:
         self.drawing.rows = self.drawn
         self.acceptance = Acceptance(parts, self.drawing, 1, 0)
         self.offsets = even_starts(requests, 1, device)
+        self.tree = Roots.of(self.drawing.at.last)
         self.out = self.acceptance.out
 
     def load(self, rows: IntArray, tree: ArrayTree | None) -> None:
@@ -155,8 +156,7 @@ class PrefillRound:
         state.last.index_copy_(0, self.drawn, self.roots)
         self.drawing.begin()
         logits = self.parts.model.raw_logits(hidden.index_select(0, self.last))
-        tree = Roots.of(self.drawing.at.last)
-        self.acceptance.accept(tree, logits, self.offsets[:-1])
+        self.acceptance.accept(self.tree, logits, self.offsets[:-1])
         self.acceptance.finish()
         self._following.index_copy_(0, self.behind, self.acceptance.walked.tokens[:, 0])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from sgl_spec.engine.cuda.rounds import (
@@ -16,7 +15,6 @@ from sgl_spec.engine.cuda.rounds import (
     even_starts,
     verify,
 )
-from sgl_spec.engine.cuda.transfer import send
 from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.draft_economy import DraftEconomy
@@ -39,19 +37,18 @@ class RestRound:
         self.out, self.lengths = self.acceptance.out, self.acceptance.lengths
         self.extension = Extension(parts, draft, self.requests, 0)
         self.starts = even_starts(batch, 1, device)
+        self.tree = Roots.of(self.requests.at.last)
         self.zeros, self.ones = torch.zeros_like(self.rows), torch.ones_like(self.rows)
         self.positions, self.slots = torch.zeros_like(self.rows), torch.zeros_like(self.rows)
 
     def load(self, rows: IntArray, tree: ArrayTree | None) -> None:
         """Give it its requests; those behind them fill the batch up."""
         assert tree is None, "there are no trees"
-        padded = np.full(len(self.rows), self.parts.rows.filler, dtype=np.int64)
-        padded[: len(rows)] = rows
-        send(padded, self.rows)
+        self.requests.load(rows)
 
     def __call__(self) -> None:
         mine, parts = self.requests, self.parts
-        mine.begin()
+        mine.begin(texts=True)
         each = self.starts[:-1]
         tree_rows(
             each, self.zeros, self.zeros, mine.at.committed, self.rows, parts.table,
@@ -69,7 +66,7 @@ class RestRound:
             max_q_len=1,
         )
         logits, features = verify(parts.model, batch, parts.kv, self.capture)
-        self.acceptance.accept(Roots.of(mine.at.last), logits, each)
+        self.acceptance.accept(self.tree, logits, each)
         self.extension.extend(self.acceptance.walked, features)
         self.acceptance.finish()
 

@@ -107,10 +107,22 @@ class Requests:
         copies = {f.name: getattr(state, f.name).new_zeros(batch) for f in fields(RowState)}
         self.at = RowState(**copies)
         self.text = torch.zeros_like(self.rows)
+        self._filler = parts.rows.filler
+        self._loaded = np.full(batch, self._filler, dtype=np.int64)
 
-    def begin(self) -> None:
+    def load(self, rows: IntArray) -> None:
+        """Give it its requests; those behind them fill the batch up."""
+        padded = np.full(len(self._loaded), self._filler, dtype=np.int64)
+        padded[: len(rows)] = rows
+        if not np.array_equal(padded, self._loaded):
+            self._loaded = padded
+            send(padded, self.rows)
+
+    def begin(self, *, texts: bool = False) -> None:
+        """texts: whether `text` is needed."""
         begin_round(self.state, self.rows, self.at)
-        torch.add(self.at.committed, 1, out=self.text)
+        if texts:
+            torch.add(self.at.committed, 1, out=self.text)
 
     def cuts(self, logits: Tensor, offsets: Tensor, counts: Tensor, into: _Cuts | None) -> None:
         """What filters keep of the rows of `logits`."""
@@ -224,7 +236,6 @@ class TreeRound:
         self.parts, self.draft, self.batch = parts, draft, batch
         self.requests = Requests(parts, batch, kind)
         self.rows = self.requests.rows
-        self._loaded = self.rows.numpy(force=True).copy()
         levels = min(draft.steps, draft.nodes - 1)
         self.acceptance = Acceptance(parts, self.requests, draft.nodes, levels)
         self.out, self.lengths = self.acceptance.out, self.acceptance.lengths
@@ -236,15 +247,11 @@ class TreeRound:
     def load(self, rows: IntArray, tree: ArrayTree | None) -> None:
         """Give it its requests; those behind them fill the batch up."""
         assert tree is None, "the trees are the round's own"
-        padded = np.full(self.batch, self.parts.rows.filler, dtype=np.int64)
-        padded[: len(rows)] = rows
-        if not np.array_equal(padded, self._loaded):
-            self._loaded = padded
-            send(padded, self.rows)
+        self.requests.load(rows)
 
     def __call__(self) -> None:
         mine = self.requests
-        mine.begin()
+        mine.begin(texts=True)
         self.drafting.grow()
         build_tree(
             self.tree, self.drafting.grown, mine.at.last, self.draft.steps,
