@@ -133,6 +133,27 @@ def _ngram_options(args: ServerArgs) -> str | None:
     return None
 
 
+_TRIE_OPTIONS = tuple(
+    f"speculative_ngram_{name}"
+    for name in ("max_trie_depth", "min_bfs_breadth", "max_bfs_breadth", "match_type")
+)
+
+
+def trie_option(args: ServerArgs) -> str | None:
+    """A given option that only the host's trie has."""
+    return next((name for name in _TRIE_OPTIONS if _given(args, name)), None)
+
+
+def _ngram_index(args: ServerArgs) -> str | None:
+    name = trie_option(args)
+    if args.speculative_ngram_index != "device" or name is None:
+        return None
+    return (
+        f"{flag_of(name)} {getattr(args, name)} is for --speculative-ngram-index trie, got device; "
+        "leave one of them out."
+    )
+
+
 def _given(args: ServerArgs, name: str) -> bool:
     return bool(getattr(args, name) != type(args).__dataclass_fields__[name].default)
 
@@ -365,6 +386,7 @@ _CHECKS = (
     _algorithm,
     _model_options,
     _ngram_options,
+    _ngram_index,
     _draft_path,
     _token_map,
     _draft_sampling,

@@ -96,6 +96,14 @@ class SpeculationOptions(ServingOptions):
         group="speculation",
         check=NOT_EMPTY,
     )
+    speculative_ngram_index: str | None = option(
+        None,
+        help="Where NGRAM looks drafts up: in a trie on the host, which gives trees, or in an "
+        "index on the GPU, which gives chains and for which no round waits.",
+        group="speculation",
+        choices=("trie", "device"),
+        unset="device on a GPU, but trie where one of the trie's flags is given",
+    )
     speculative_ngram_max_trie_depth: int = option(
         18, help="Longest n-gram that NGRAM keeps.", group="speculation", check=between(2, 64)
     )
@@ -113,7 +121,7 @@ class SpeculationOptions(ServingOptions):
     )
     speculative_ngram_capacity: int = option(
         10_000_000,
-        help="Most nodes of the NGRAM trie; memory grows with use.",
+        help="Most n-grams that NGRAM keeps; a trie's memory grows with use.",
         group="speculation",
         check=at_least(1024),
     )

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_spec.args import ResolvedArgs
-from sgl_spec.contradictions import BUILT_IN_DRAFTERS
+from sgl_spec.contradictions import BUILT_IN_DRAFTERS, trie_option
 from sgl_spec.draft_shape import sampling_flag
+from sgl_spec.engine.policy import tree_reserve
 from sgl_spec.engine.slots import SlotManager
 from sgl_spec.errors import ConfigError
 from sgl_spec.models.checkpoint import resolve_draft, resolve_token_map
@@ -104,14 +105,53 @@ def load_draft_model(
     )
 
 
+def device_index_tokens(args: ResolvedArgs, target: Decoder, context_length: int) -> int:
+    """Tokens of NGRAM's index on the device; 0 where there is none. `ConfigError` if it is asked
+    for and rounds do not live on a device."""
+    able, wanted = target.kernels != "torch", args.speculative_ngram_index
+    if args.speculative_algorithm != "NGRAM" or wanted == "trie":
+        return 0
+    if wanted == "device" and not able:
+        raise ConfigError(
+            "--speculative-ngram-index must be trie where rounds do not live on a GPU: here is "
+            f"--device {target.device.type} with --attention-backend {target.backend.name}, "
+            "got device.",
+            param="speculative_ngram_index",
+        )
+    if not able or trie_option(args) is not None:
+        return 0
+    from sgl_spec.engine.cuda.ngram import log_tokens  # a CPU server needs no triton
+
+    longest = context_length + tree_reserve(args.round_slots)
+    return log_tokens(args.speculative_ngram_capacity, longest)
+
+
+def device_index_bytes(tokens: int) -> int:
+    """Its memory, at most."""
+    if not tokens:
+        return 0
+    from sgl_spec.engine.cuda.ngram import index_bytes
+
+    return index_bytes(tokens)
+
+
 def make_drafter(
-    args: ResolvedArgs, target: Decoder, slots: SlotManager, draft_model: DraftModel | None
+    args: ResolvedArgs,
+    target: Decoder,
+    slots: SlotManager,
+    draft_model: DraftModel | None,
+    index_tokens: int = 0,
 ) -> Drafter | None:
     """The registered drafter that the flags name, for the rows and slots of `slots`; `ConfigError`
-    if it cannot do what the flags ask."""
+    if it cannot do what the flags ask. index_tokens: of `device_index_tokens`."""
     name = args.speculative_algorithm
     if name is None:
         return None
+    if index_tokens:
+        from sgl_spec.engine.cuda.ngram import DeviceNgram
+
+        rows = slots.table.num_rows
+        return DeviceNgram(rows, args.tree_nodes, index_tokens, slots.table.device.device)
     context = DrafterContext(
         num_rows=slots.table.num_rows,
         width=slots.table.width,

@@ -18,6 +18,8 @@ from sgl_spec.engine.calibrate import CostMeter, measure_costs
 from sgl_spec.engine.cuda.costs import TreeShapes
 from sgl_spec.engine.device import device_name, fitting, resolve_device
 from sgl_spec.engine.drafting import (
+    device_index_bytes,
+    device_index_tokens,
     find_draft_model,
     load_draft_model,
     make_drafter,
@@ -29,6 +31,8 @@ from sgl_spec.engine.grammar import Compile, make_compiler, refuse_all
 from sgl_spec.engine.grammar_jobs import GrammarJobs
 from sgl_spec.engine.kv_pool import ceil_page, floor_page
 from sgl_spec.engine.memory import (
+    SEAM_DRAFT_GRAPHS,
+    SEAM_GRAPHS,
     GpuMemory,
     Shapes,
     cpu_room,
@@ -121,7 +125,9 @@ class Engine:
         )
         kv = self.model.new_kv_cache(self.slots.cache_slots)
         self.rule = rule_of(args)
-        self.drafter = make_drafter(args, self.model, self.slots, self.draft_model)
+        self.drafter = make_drafter(
+            args, self.model, self.slots, self.draft_model, self._index_tokens
+        )
         self.slots.reads_ahead = follows_kv(self.drafter) and self.drafter.reads_ahead
         self.worker = self._make_worker(kv, rows)
         limits = self._limits(rows, reserve, check_every_step)
@@ -201,12 +207,17 @@ class Engine:
         memory = GpuMemory.read(self.device)
         config, itemsize = self.model.config, self.model.dtype.itemsize
         self._work = work_bytes(config, itemsize, self._largest_shapes())
+        self._work += device_index_bytes(self._index_tokens)
         if args.max_total_tokens is not None:
             memory.check_slots(args.max_total_tokens, per_token, self._work)
             return pool_slots(args, 0, per_token, width)
         room = memory.room(args.mem_fraction_static, self._work)
         hint = gpu_hint(memory, self._work, least_slots(args, width) * per_token)
         return pool_slots(args, room, per_token, width, hint)
+
+    @property
+    def _index_tokens(self) -> int:
+        return device_index_tokens(self.args, self.model, self.context_length)
 
     def _largest_shapes(self) -> Shapes:
         """What the largest forwards will hold."""
@@ -216,13 +227,14 @@ class Engine:
             prompt_rows = max(prompt_rows, self.context_length)
         sizes = self._graph_sizes(args.max_running_requests)
         trees = TreeShapes(sizes, args.tree_nodes) if draft is None and args.tree_nodes > 1 else ()
+        seams = SEAM_GRAPHS + (0 if draft is None else SEAM_DRAFT_GRAPHS)
         return Shapes(
             prompt_rows=prompt_rows,
             requests=args.max_running_requests,
             nodes=args.tree_nodes,
             captured=0 if draft is None else len(draft.capture),
             draft_columns=0 if draft is None else draft.logit_width,
-            graphs=len(sizes) + len(trees),
+            graphs=len(sizes) + len(trees) + (seams if sizes else 0),
         )
 
     def _graph_sizes(self, rows: int) -> tuple[int, ...]:

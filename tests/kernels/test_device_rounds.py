@@ -39,8 +39,12 @@ def drafts(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def options_of(kind: str, drafts: dict[str, Path]) -> dict[str, Any]:
     if kind == "none":
         return {}
-    if kind == "NGRAM":
-        return {"speculative_algorithm": kind, "speculative_num_draft_tokens": 4}
+    if kind in ("trie", "device"):
+        return {
+            "speculative_algorithm": "NGRAM",
+            "speculative_num_draft_tokens": 4,
+            "speculative_ngram_index": kind,
+        }
     path = str(drafts[kind])
     return {
         "speculative_algorithm": kind,
@@ -82,8 +86,10 @@ def resting(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @INTERPRETED
+# Rows that fill a forward up compute with whatever lies in memory.
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize(
-    ("kind", "page"), [("none", 1), ("EAGLE3", 4), ("STANDALONE", 1), ("NGRAM", 4)]
+    ("kind", "page"), [("none", 1), ("EAGLE3", 4), ("STANDALONE", 1), ("trie", 4), ("device", 4)]
 )
 def test_texts_are_the_cpu_engines(
     target: Path,
@@ -110,3 +116,29 @@ def test_texts_are_the_cpu_engines(
         assert counters.emitted > counters.verify_ct
     assert llm.engine.scheduler.flush()
     assert llm.engine.slots.pages.free_slots == llm.engine.slots.pages.total
+
+
+@INTERPRETED
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_what_the_device_has_read_is_drafted(target: Path, drafts: dict[str, Path]) -> None:
+    options = {"attention_backend": "triton", **options_of("device", drafts)}
+    llm, first = run(target, [GREEDY] * 3, **options)
+    counters = llm.engine.counters
+    emitted, rounds = counters.emitted, counters.verify_ct
+    text = {"max_new_tokens": 4, "ignore_eos": True, **GREEDY}
+    again = llm.generate(PROMPTS, text)
+    assert [one.output_ids for one in again] == [one.output_ids for one in first]
+    # A second time each text but its last token is copied: the first token comes with the prompt.
+    assert counters.verify_ct - rounds == len(PROMPTS)
+    assert counters.emitted - emitted == 3 * len(PROMPTS)
+    # Penalties need the host between forwards; it asks the same index.
+    penalised = {**text, "frequency_penalty": 1e-6, "presence_penalty": 1e-6}
+    emitted, rounds = counters.emitted, counters.verify_ct
+    third = llm.generate(PROMPTS, penalised)
+    assert [one.output_ids for one in third] == [one.output_ids for one in first]
+    assert counters.emitted - emitted > counters.verify_ct - rounds
+    fourth = llm.generate(PROMPTS, text)
+    assert [one.output_ids for one in fourth] == [one.output_ids for one in first]
+    assert llm.engine.scheduler.flush()
+    stats = llm.engine.worker.drafter_stats()
+    assert stats["index_tokens"] == stats["match_rate"] == 0

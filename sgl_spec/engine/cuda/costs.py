@@ -77,6 +77,10 @@ class DeviceCosts:
             self._trees.setdefault(size, {})[rows] = ms
         self._tables.clear()
 
+    def ms(self, size: int, rows: int) -> float:
+        """Of a round of one of the shapes that are known."""
+        return self._plain[size] if rows == size else self._trees[size][rows]
+
     def table(self, requests: int) -> CostTable:
         """Cost by total rows of a round of `requests` trees."""
         size = _at_least(self._trees, requests)

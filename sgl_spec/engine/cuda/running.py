@@ -18,7 +18,7 @@ class Running(Launched):
     [B] where in the batch they stand, of `size`. draft: what a drafter on the host is to be told
     of, with the tree that it made, if it did. forced: whether accept lengths were given. drafted:
     whether there were drafts. watch: the time of it; before: that of the round which the host had
-    to read first."""
+    to read first. facts: [size, 3] of n-grams that the device found, see `ngram.Chains`."""
 
     rows: IntArray
     tenancy: IntArray
@@ -33,6 +33,7 @@ class Running(Launched):
     watch: Stopwatch | None = None
     before: Stopwatch | None = None
     is_round: bool = False
+    facts: Fetched | None = None
 
 
 def is_simple(req: Req) -> bool:

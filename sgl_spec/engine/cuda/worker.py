@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from sgl_spec.engine.batch import (
     Batch,
@@ -30,17 +31,22 @@ from sgl_spec.engine.batch import (
 )
 from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
 from sgl_spec.engine.cuda.drafting import HostDrafting
+from sgl_spec.engine.cuda.forwards import run_forwards
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
 from sgl_spec.engine.cuda.host_round import HostRound
+from sgl_spec.engine.cuda.ngram import DeviceNgram, RoundSizes
+from sgl_spec.engine.cuda.ngram_round import NgramRound
 from sgl_spec.engine.cuda.prefill import Prefills
 from sgl_spec.engine.cuda.rest import Resting, RestRound
 from sgl_spec.engine.cuda.rounds import DraftParts, Parts, RoundKind, TreeRound
 from sgl_spec.engine.cuda.running import Running, is_simple
+from sgl_spec.engine.cuda.seam import SeamClock
 from sgl_spec.engine.cuda.state import DeviceRows
 from sgl_spec.engine.cuda.timing import Stopwatch, timed
 from sgl_spec.engine.cuda.transfer import Fetched, send
 from sgl_spec.engine.req import Req
 from sgl_spec.engine.worker import Worker
+from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.model_drafter import ModelDrafter
@@ -87,15 +93,23 @@ class DeviceWorker(Worker):
         self._under_way = 0  # batches launched and not collected
         self._rounds_under_way = 0
         self._last: Stopwatch | None = None  # of the batch launched last, if it was a round
+        self._seam = SeamClock() if self.device.type == "cuda" else None
+        run_forwards(self.follower, self.parts, rounds, most_nodes, self._seam)
         self._prefills = Prefills(self.parts, rounds, prefill_rows if self._device_rule else 0)
         self._resting: Resting | None = None
         if weighs and isinstance(self.drafter, ModelDrafter) and rounds.sizes:
             self._resting = Resting(self.drafter.economy)
         self.shapes = TreeShapes(rounds.sizes, most_nodes)
         self._trees: HostDrafting | None = None
+        self._ngrams: DeviceNgram | None = None
         if self.drafter is not None and self.parts.draft is None:
             costs = DeviceCosts(self.shapes) if weighs and rounds.sizes else None
-            self.costs, self._trees = costs, HostDrafting(self.drafter, costs)
+            self.costs = costs
+            if isinstance(self.drafter, DeviceNgram):
+                self._ngrams = self.drafter
+                self._sizes = RoundSizes(self.shapes, self.drafter.scores, costs)
+            else:
+                self._trees = HostDrafting(self.drafter, costs)
 
     def _draft_parts(self) -> DraftParts | None:
         drafter = self.drafter
@@ -125,6 +139,8 @@ class DeviceWorker(Worker):
         filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         self._filtered[row] = filtered and sampling.temperature > 0
         self.device_rows.set_params(row, sampling, sampling.max_nodes(self.most_nodes))
+        if self._ngrams is not None:
+            self._ngrams.expect(row, len(req.ids) + req.remaining)
 
     def begin(self, req: Req) -> None:
         """The request may be drafted for."""
@@ -133,9 +149,11 @@ class DeviceWorker(Worker):
             self._trees.begin()
 
     def drafter_stats(self) -> dict[str, float]:
-        """Those of trees that the host makes included."""
+        """Those of trees that the host makes included. seam_wait_ms: how long the device lately had
+        no forward to run in a round that needs the host."""
         mine = {} if self._trees is None else self._trees.stats()
-        return super().drafter_stats() | mine
+        seam = {} if self._seam is None else {"seam_wait_ms": self._seam.wait_ms}
+        return super().drafter_stats() | mine | seam
 
     def close(self, row: int) -> None:
         """The row's request ended or was retracted; what still runs for it is dropped."""
@@ -159,6 +177,8 @@ class DeviceWorker(Worker):
         """Enqueue a batch, or compute it where it needs the host."""
         if not self._device_rule or not self._simple[batch.rows].all():
             return self._on_host(batch)
+        if self._seam is not None:
+            self._seam.leave()
         self.table.sync()
         self.device_rows.sync()
         self._under_way += 1
@@ -167,9 +187,13 @@ class DeviceWorker(Worker):
         return self._launch_round(batch)
 
     def _on_host(self, batch: Batch) -> Launched:
+        rows, self._last = batch.rows, None
+        if self._seam is not None:
+            self._seam.enter(rows, self._tenancy)
         launched = super().launch(batch)
         assert isinstance(launched, Computed)
-        rows = batch.rows
+        if self._seam is not None and isinstance(batch, DecodeBatch):
+            self._seam.round_over()
         known = (
             batch.starts + batch.takes if isinstance(batch, PrefillBatch) else batch.committed + 1
         )
@@ -177,6 +201,11 @@ class DeviceWorker(Worker):
         self._length[rows] = known + new
         self._placed[rows] = False
         return launched
+
+    def _verify(self, forward: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """Without a clock: rounds cost what the captured ones do."""
+        hidden, features = self.follower.run(forward)
+        return self.model.logits(hidden), features
 
     def collect(self, launched: Launched) -> StepOutput:
         """Wait for a batch and hand out its tokens."""
@@ -186,6 +215,7 @@ class DeviceWorker(Worker):
         self._under_way -= 1
         self._rounds_under_way -= launched.is_round
         tokens: list[list[int]] = [[] for _ in range(launched.size)]
+        proposed = launched.proposed
         if launched.results is not None:
             given = launched.results.wait().numpy()
             for place, (count, *drawn) in zip(
@@ -195,6 +225,8 @@ class DeviceWorker(Worker):
             if self._trees is not None and launched.draft is not None:
                 self._trees.tell(launched, self._length[launched.rows], given)
             self._keep(launched, given[launched.final])
+            if launched.facts is not None:
+                proposed = self._learn_chains(launched.facts, given)
         if self._resting is not None and launched.watch is not None:
             self._resting.note(
                 self.rounds.padded(launched.size),
@@ -205,7 +237,18 @@ class DeviceWorker(Worker):
             )
         if launched.forced and self._simulated is not None:
             self._simulated.note(torch.tensor([len(given) for given in tokens]))
-        return StepOutput(tokens=tokens, proposed=launched.proposed)
+        return StepOutput(tokens=tokens, proposed=proposed)
+
+    def _learn_chains(self, found: Fetched, given: IntArray) -> list[int]:
+        """Learn from n-grams that the device found. given: [B, 1 + N], counts and tokens. Returns
+        how many drafts each request had verified."""
+        assert self._ngrams is not None
+        facts = found.wait().numpy().astype(np.int64)
+        self._sizes.note(facts)
+        if self._simulated is None:
+            self._ngrams.learn(facts, given[:, 0].astype(np.int64) - 1)
+        counts: list[int] = (facts[:, 2] - 1).tolist()
+        return counts
 
     def _keep(self, launched: Running, given: IntArray) -> None:
         """Write down the tokens of rows that are still the same requests'. given: [B, 1 + N],
@@ -271,6 +314,8 @@ class DeviceWorker(Worker):
     def _launch_round(self, batch: DecodeBatch) -> Launched:
         rows, size = batch.rows, len(batch.rows)
         self._place(rows[~self._placed[rows]])
+        if self._ngrams is not None:
+            self._ngrams.sync()
         draft = self._draft_batch(batch)
         tree, before = self._host_tree(draft, batch)
         drafts = self._drafts(batch)
@@ -281,7 +326,7 @@ class DeviceWorker(Worker):
         if program.lengths is not None:
             assert self._simulated is not None
             send(self._simulated.lengths(size), program.lengths[:size])
-        weighed = self._resting is not None or self.costs is not None
+        weighed = self._resting is not None or (self._trees is not None and self.costs is not None)
         watch = self._last = Stopwatch.started() if weighed else None
         replayed.run()
         self._rounds_under_way += 1
@@ -301,6 +346,7 @@ class DeviceWorker(Worker):
             watch=watch,
             before=before,
             is_round=True,
+            facts=Fetched(program.facts[:size]) if isinstance(program, NgramRound) else None,
         )
 
     def _drafts(self, batch: DecodeBatch) -> bool:
@@ -364,6 +410,8 @@ class DeviceWorker(Worker):
         padded = self.rounds.padded(size)
         if self.parts.draft is not None:
             return self._model_round(padded, kind, drafts=drafts)
+        if self._ngrams is not None:
+            return self._ngram_round(*self._sizes.choose(size, padded), kind)
         if tree is None:
             return self._host_round(padded, padded, kind)
         return self._host_round(*self.shapes.fit(size, tree.drafts), kind)
@@ -383,6 +431,17 @@ class DeviceWorker(Worker):
             lambda: HostRound(self.parts, size, kind, rows, nodes),
         )
 
+    def _ngram_round(self, size: int, rows: int, kind: RoundKind) -> Replayed:
+        """rows: equal to the size where nothing is verified beside the roots."""
+        mine = self._ngrams
+        assert mine is not None
+
+        def make() -> NgramRound:
+            index, depths = mine.index, mine.depths
+            return NgramRound(self.parts, size, kind, rows, mine.nodes, index, depths)
+
+        return self.rounds.get(("ngram", size, rows, kind), size, make)
+
     @torch.inference_mode()
     def prepare(self) -> None:
         """Capture what greedy batches need, the largest first, so that all share its memory, and
@@ -392,6 +451,11 @@ class DeviceWorker(Worker):
         if self._trees is not None:
             shapes = [*self.shapes, *((size, size) for size in self.rounds.sizes)]
             self._trees.prepare(shapes, partial(self._host_round, kind=kind))
+        if self._ngrams is not None:
+            self._sizes.prepare(
+                lambda size, rows: timed(self._ngram_round(size, rows, kind)), self.rounds.sizes
+            )
+            return
         for size in reversed(self.rounds.sizes):
             self._round_of(size, kind, None, drafts=self.parts.draft is not None)
             if self._resting is not None:

@@ -1,0 +1,113 @@
+"""Rounds whose drafts are n-grams that the device finds by itself; see `sgl_spec_kernels.ngram`.
+
+Nothing waits for the host: such rounds run ahead of it as plain decoding does. The host chooses how
+many rows a round verifies; the device shares them among the requests by the scores of their drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sgl_spec.engine.cuda.rounds import Acceptance, IntArray, Parts, Requests, RoundKind, verify
+from sgl_spec.layers.context import ForwardBatch
+from sgl_spec.speculative.array_tree import ArrayTree
+from sgl_spec_kernels import ngram
+from sgl_spec_kernels.ngram import ChainRows, Chains, TokenIndex
+
+
+@dataclass(frozen=True, slots=True)
+class _ChainTrees:
+    """Chains as trees of N nodes; see `rounds.WalkedTree`."""
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    num_nodes: Tensor
+    words: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tensor, num_nodes: Tensor) -> _ChainTrees:
+        """tokens: [B, N]. num_nodes: [B]."""
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        flat = (steps - 1, steps, (2 << steps) - 1)
+        parents, depths, words = (each.expand(tokens.shape).contiguous() for each in flat)
+        return cls(tokens, parents, depths, num_nodes, words)
+
+
+class NgramRound:
+    """A round of `total` rows in all, and at most `nodes` a request. See `rounds.Round`.
+
+    depths: what `ngram.share_rows` reads. facts: [batch, 3] int32, see `ngram.Chains`.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        batch: int,
+        kind: RoundKind,
+        total: int,
+        nodes: int,
+        index: TokenIndex,
+        depths: Tensor,
+    ) -> None:
+        device = parts.table.device
+        self.parts, self.index, self.depths = parts, index, depths
+        self.requests = Requests(parts, batch, kind)
+        self.rows = self.requests.rows
+        self.chains: Chains = ngram.chains(batch, nodes, device)
+        self.facts = self.chains.facts
+        self.forward: ChainRows = ngram.chain_rows_buffers(batch, total, device)
+        self.nodes = nodes if total > batch else 1
+        tokens = self.chains.tokens if self.nodes > 1 else self.requests.at.last[:, None]
+        self.tree = _ChainTrees.of(tokens, self.forward.nodes)
+        self.acceptance = Acceptance(parts, self.requests, self.nodes, self.nodes - 1)
+        self.out, self.lengths = self.acceptance.out, self.acceptance.lengths
+        self._places = torch.zeros(batch * self.nodes, dtype=torch.int64, device=device)
+        self._known = torch.zeros_like(self._places)
+
+    def load(self, rows: IntArray, tree: ArrayTree | None) -> None:
+        """Give it its requests; those behind them fill the batch up."""
+        assert tree is None, "the trees are the round's own"
+        self.requests.load(rows)
+
+    def __call__(self) -> None:
+        mine = self.requests
+        mine.begin()
+        self._draft()
+        logits = self._verify()
+        self.acceptance.accept(self.tree, logits, self.forward.starts[:-1])
+        self.acceptance.finish()
+        self._learn()
+
+    def _draft(self) -> None:
+        at, rows, table = self.requests.at, self.rows, self.parts.table
+        ngram.propose(self.index, rows, at.committed, at.last, at.max_nodes, self.chains)
+        ngram.share_rows(self.chains, self.depths, self.forward)
+        ngram.chain_rows(self.chains, at.committed, rows, table, self.forward)
+
+    def _verify(self) -> Tensor:
+        rows, parts = self.forward, self.parts
+        batch = ForwardBatch(
+            tokens=rows.tokens,
+            positions=rows.positions,
+            slots=rows.slots,
+            req_to_token=parts.table,
+            rows=self.rows,
+            prefix_lens=self.requests.at.committed,
+            q_starts=rows.starts,
+            mask_words=rows.words,
+            max_q_len=self.nodes,
+        )
+        logits, _ = verify(parts.model, batch, parts.kv, ())
+        return logits
+
+    def _learn(self) -> None:
+        """Take the accepted tokens in; the next round may copy them."""
+        places, known = self._places, self._known
+        filler, committed = self.parts.rows.filler, self.requests.at.committed
+        walked = self.acceptance.walked
+        ngram.keep(self.index, self.rows, committed, walked, filler, places, known)
+        ngram.learn(self.index, places, known)
