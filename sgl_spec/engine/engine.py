@@ -42,7 +42,11 @@ from sgl_spec.engine.memory import (
     work_bytes,
 )
 from sgl_spec.engine.metrics import EngineCounters, RoundLog, Throughput
-from sgl_spec.engine.policy import PREFILL_REQUESTS_CUDA, tree_reserve
+from sgl_spec.engine.policy import (
+    PREFILL_REQUESTS_CUDA,
+    PREFILLS_IN_A_ROW_CUDA,
+    tree_reserve,
+)
 from sgl_spec.engine.profiling import Profiler
 from sgl_spec.engine.req import make_req
 from sgl_spec.engine.scheduler import Limits, Scheduler
@@ -274,6 +278,7 @@ class Engine:
             max_request_tokens=min(self.context_length, alone),
             prefill_budget=self._prefill_budget,
             prefill_requests=PREFILL_REQUESTS_CUDA if self._graph_sizes(rows) else None,
+            prefills_in_a_row=PREFILLS_IN_A_ROW_CUDA if self.device.type == "cuda" else 1,
             chunked=args.chunked_prefill_size != -1,
             draft_tokens=args.tree_nodes,
             round_slots=args.round_slots,

@@ -121,12 +121,23 @@ def split_prefill(unfilled: Sequence[int], budget: int, *, chunked: bool) -> lis
     return takes
 
 
-def prefill_next(*, prefilling: int, decoding: int, last_was_prefill: bool) -> bool:
-    """Whether the next forward is a prefill chunk: chunks and rounds alternate while both wait, so
-    that neither first tokens nor running streams stall for longer than one forward of the other."""
+PREFILLS_IN_A_ROW_CUDA = 3
+"""See `prefill_next`. On a GPU a chunk takes some tens of milliseconds, on a CPU seconds, so there
+chunks and rounds alternate whatever waits."""
+
+
+def prefill_next(
+    *, prefilling: int, decoding: int, prefills_in_a_row: int, most_in_a_row: int = 1
+) -> bool:
+    """Whether the next forward is a prefill chunk. While both wait, a chunk follows every round, so
+    that first tokens do not stall for longer than that, and further chunks follow it, up to
+    `most_in_a_row`, as long as more requests wait for their prompts than for a round: a round of
+    few costs nearly as much as one of all."""
     if prefilling == 0 or decoding == 0:
         return prefilling > 0
-    return not last_was_prefill
+    if prefills_in_a_row == 0:
+        return True
+    return prefilling > decoding and prefills_in_a_row < most_in_a_row
 
 
 def waits_for_prefix(ids: Sequence[int], matched: int, prefilling: Sequence[Sequence[int]]) -> bool:

@@ -43,7 +43,8 @@ class Limits:
 
     max_request_tokens: prompt + output tokens that one request can hold when it runs alone.
     prefill_budget: prompt tokens of one forward; chunked: whether a prompt may be cut to fit it;
-    prefill_requests: most prompts of one forward, None for any number.
+    prefill_requests: most prompts of one forward, None for any number; prefills_in_a_row: most such
+    forwards between two rounds.
     draft_tokens: most nodes of a tree, root included (1: no speculation). round_slots: most slots
     behind the committed tokens that one round writes. overlap: whether a batch may be under way
     while the host does anything else than wait for it.
@@ -60,6 +61,7 @@ class Limits:
     stream_interval: int = 1
     overlap: bool = True
     prefill_requests: int | None = None
+    prefills_in_a_row: int = 1
     check_every_step: bool = False
 
 
@@ -88,7 +90,7 @@ class Scheduler:
         self._ended: list[Req] = []  # to be told
         self._flights: deque[Flight] = deque()  # in order of launch; between steps at most one
         self._uncounted: list[tuple[list[Req], StepOutput, list[int]]] = []
-        self._last_was_prefill = False
+        self._prefills = 0  # since the last round
         self._reserve = tree_reserve(limits.round_slots)
 
     @property
@@ -189,8 +191,8 @@ class Scheduler:
         launched = self.worker.launch(plan.batch)
         self.worker.settle()
         self._flights.append(Flight(plan, launched, ahead))
-        self._last_was_prefill = isinstance(plan.batch, PrefillBatch)
-        if self._last_was_prefill:
+        self._prefills = self._prefills + 1 if isinstance(plan.batch, PrefillBatch) else 0
+        if self._prefills:
             for req in self.running:
                 req.passed += req.phase is Phase.PREFILL and not req.in_flight
         self._collect(under_way=self.limits.overlap and not isinstance(launched, Computed))
@@ -260,8 +262,12 @@ class Scheduler:
         # The round that a request is in gives it a token, which may be its last.
         going_on = [r for r in self.running if r.remaining > r.in_flight]
         decoding = [r for r in going_on if r.phase is Phase.DECODE]
-        last = self._last_was_prefill
-        if prefill_next(prefilling=len(filling), decoding=len(decoding), last_was_prefill=last):
+        if prefill_next(
+            prefilling=len(filling),
+            decoding=len(decoding),
+            prefills_in_a_row=self._prefills,
+            most_in_a_row=self.limits.prefills_in_a_row,
+        ):
             return self._prefill_batch(filling)
         return self._decode_batch(decoding)
 

@@ -28,7 +28,7 @@ class ChainScores:
     def __init__(self, nodes: int, most_matched: int, cutoffs: int) -> None:
         self.shape = (most_matched + 1, nodes - 1)
         # Quadratic: finest where most nodes are, near 0.
-        self.cutoffs: npt.NDArray[Any] = np.square(1 - np.arange(cutoffs) / (cutoffs - 1))
+        self.cutoffs: npt.NDArray[Any] = np.square(np.linspace(1, 0, cutoffs))
         self.cutoffs[0] = 2.0  # nothing reaches the first
         self._guess = np.full(self.shape, _NEXT)
         self._guess[:, :1] = _FIRST
@@ -42,7 +42,7 @@ class ChainScores:
     def scores(self) -> Floats:
         """[most_matched + 1, nodes - 1] chance of the path to each node."""
         chances = (self._won + _WEIGHT * self._guess) / (self._tried + _WEIGHT)
-        scores: Floats = np.cumprod(chances, axis=1)
+        scores: Floats = np.cumprod(chances, axis=1, dtype=np.float64)
         scores[0] = 0.0
         return scores
 

@@ -118,6 +118,7 @@ def test_resolve_fills_what_was_left_open_in_a_new_object() -> None:
     assert pickle.loads(pickle.dumps(done)) == done
     open_still = {n for n, o in OPTIONS.items() if o.optional and getattr(done, n) is None}
     assert open_still == {
+        "speculative_ngram_index",
         "revision",
         "context_length",
         "api_key",

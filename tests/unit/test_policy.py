@@ -98,19 +98,26 @@ def test_retraction_takes_least_output_then_longest_prompt_then_latest() -> None
 
 
 @pytest.mark.parametrize(
-    ("prefilling", "decoding", "last", "expect"),
+    ("prefilling", "decoding", "in_a_row", "most", "expect"),
     [
-        (0, 3, True, False),
-        (2, 0, True, True),
-        (2, 3, True, False),
-        (2, 3, False, True),
-        (0, 0, False, False),
+        (0, 3, 1, 1, False),
+        (2, 0, 9, 1, True),
+        (2, 3, 1, 1, False),
+        (2, 3, 0, 1, True),
+        (0, 0, 0, 1, False),
+        (30, 3, 1, 1, False),
+        (30, 3, 2, 3, True),  # more wait for their prompts than for a round
+        (30, 3, 3, 3, False),
+        (3, 3, 1, 3, False),
     ],
 )
 def test_chunks_and_rounds_alternate(
-    prefilling: int, decoding: int, last: bool, expect: bool
+    prefilling: int, decoding: int, in_a_row: int, most: int, expect: bool
 ) -> None:
-    assert prefill_next(prefilling=prefilling, decoding=decoding, last_was_prefill=last) is expect
+    found = prefill_next(
+        prefilling=prefilling, decoding=decoding, prefills_in_a_row=in_a_row, most_in_a_row=most
+    )
+    assert found is expect
 
 
 def test_a_prompt_waits_for_a_shared_prefix_being_prefilled() -> None:
