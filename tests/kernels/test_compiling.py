@@ -15,7 +15,8 @@ SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "group", ["attention", "fused", "skinny", "draft", "sampling", "adjusting", "rounds"]
+    "group",
+    ["attention", "fused", "skinny", "draft", "sampling", "adjusting", "rounds", "ngrams"],
 )
 def test_compiles_without_spills(group: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
