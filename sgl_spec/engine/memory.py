@@ -24,6 +24,8 @@ from sgl_spec.speculative.sampling import DEVICE_ELEMENTS
 POOL_FRACTION = 0.25  # of the memory that is free at start, for the KV pool of a CPU server
 _SPARE = 512 << 20  # of a GPU's free memory: what the libraries allocate by themselves
 _GRAPH = 16 << 20  # a captured graph's own launches
+CAPTURED_ROWS = 2048  # of a captured forward; larger ones keep the card busy anyway
+SEAM_GRAPHS, SEAM_DRAFT_GRAPHS = 24, 12  # most forwards that are captured for themselves
 _ATTENTION = 128 << 20  # parts of split attention
 _SAMPLED = 64  # bytes an entry while logits are filtered and sorted
 
@@ -32,7 +34,7 @@ _SAMPLED = 64  # bytes an entry while logits are filtered and sorted
 class Shapes:
     """The largest forwards. prompt_rows: of a prefill. requests: that decode at once. nodes: rows
     of each in a verify. captured: target layers whose rows a head reads. draft_columns: of a draft
-    model's logits, 0 without one. graphs: sizes to be captured."""
+    model's logits, 0 without one. graphs: to be captured."""
 
     prompt_rows: int
     requests: int
@@ -54,7 +56,9 @@ def work_bytes(config: ModelConfig, itemsize: int, shapes: Shapes) -> int:
     eager = max(shapes.prompt_rows, tree_rows) * row + logits + drafted + sampled + counts
     graphs = 0
     if shapes.graphs:
-        graphs = tree_rows * row + logits + drafted + shapes.graphs * _GRAPH
+        kept = CAPTURED_ROWS * (3 + shapes.captured) * config.hidden_size * itemsize
+        rows = max(tree_rows, CAPTURED_ROWS) * row
+        graphs = rows + logits + drafted + kept + shapes.graphs * _GRAPH
     return eager + graphs + _ATTENTION
 
 

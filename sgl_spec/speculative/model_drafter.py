@@ -14,6 +14,7 @@ children follow from the last row either way.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -67,7 +68,7 @@ class ModelDrafter:
     written: [num_rows], leading positions that hold the draft's KV. known: [num_rows], positions
     whose inputs are known; between the two lie the rows that wait. last: [num_rows, H], what the
     model returned for the row's last written position. The counts lie on the CPU, what the model
-    gives and the trees on `device`, the target's.
+    gives and the trees on `device`, the target's. forward: runs the model, over `kv`.
     """
 
     samples = True
@@ -89,6 +90,7 @@ class ModelDrafter:
         self.reads_ahead = self.shift == 1
         self.req_to_token = req_to_token
         self.kv = model.new_kv_cache(num_slots)
+        self.forward: Callable[[ForwardBatch, Tensor | None], Tensor] = self._forward
         num_rows = len(req_to_token)
         self.device = device = req_to_token.device
         self.written = torch.zeros(num_rows, dtype=torch.int64)
@@ -121,7 +123,7 @@ class ModelDrafter:
         if self.shift:
             forward = replace(forward, tokens=on_device(following, self.device))
         fused = None if features is None else self.model.fuse(features)
-        hidden = self.model.forward(forward, fused, self.kv)
+        hidden = self.forward(forward, fused)
         self.last[forward.rows] = hidden[forward.q_starts[1:] - 1]
 
     def verified(self, batch: DraftBatch, counts: Tensor, features: Tensor | None) -> None:
@@ -162,7 +164,7 @@ class ModelDrafter:
         if self._waiting is not None:
             waits = on_device(torch.stack((at, todo.within())), self.device)
             features = self._waiting[waits[0], waits[1]]
-        hidden = self.model.forward(forward, features, self.kv)
+        hidden = self.forward(forward, features)
         self.last[forward.rows] = hidden[on_device(todo.ends, self.device)]
         self.written[todo.rows] += todo.counts
         self._totals.extends += 1
@@ -238,7 +240,10 @@ class ModelDrafter:
         forward = columns.forward(request, *nodes)
         self._totals.tree_forwards += 1
         self._totals.tree_rows += len(request)
-        return self.model.forward(forward, above if self.shift else None, self.kv)
+        return self.forward(forward, above if self.shift else None)
+
+    def _forward(self, batch: ForwardBatch, features: Tensor | None) -> Tensor:
+        return self.model.forward(batch, features, self.kv)
 
     def _grow(self, batch: DraftBatch) -> TokenTree:
         """The best trees that a few steps find."""

@@ -73,12 +73,16 @@ class Rounds:
         return made
 
     def captured(self, key: Hashable, make: Callable[[], Round]) -> Replayed:
-        """The round of this key, captured whatever its size."""
-        assert self._pool is not None
+        """The round of this key, whatever its size: captured if any is, and kept."""
         if key not in self._made:
-            self._made[key] = Replayed(make())
-            self._made[key].capture(self._pool)
+            made = Replayed(make())
+            if self._pool is not None:
+                made.capture(self._pool)
+            self._made[key] = made
         return self._made[key]
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._made
 
     @property
     def captures(self) -> bool:

@@ -23,13 +23,13 @@ from sgl_spec.engine.cuda.rounds import (
     even_starts,
 )
 from sgl_spec.engine.cuda.transfer import send
+from sgl_spec.engine.memory import CAPTURED_ROWS
 from sgl_spec.engine.policy import PREFILL_REQUESTS_CUDA
 from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.speculative.array_tree import ArrayTree
 
 IntArray = npt.NDArray[np.int64]
 
-MOST_ROWS = 2048  # of a captured forward; larger ones keep the card busy anyway
 _EVERY_KIND = RoundKind(sampled=True, filtered=True)  # a forward draws too little to matter
 
 
@@ -192,7 +192,7 @@ class Prefills:
 
     def __init__(self, parts: Parts, rounds: Rounds, most: int) -> None:
         self._parts, self._rounds = parts, rounds
-        most = min(most, MOST_ROWS)
+        most = min(most, CAPTURED_ROWS)
         self.sizes = row_counts(most) if rounds.captures and most else ()
 
     def run(self, batch: PrefillBatch, texts: npt.NDArray[np.int32]) -> PrefillRound:

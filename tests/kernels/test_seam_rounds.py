@@ -1,0 +1,92 @@
+"""Batches that the host judges, on the device path and with their forwards filled up: the texts of
+the CPU engine. In the interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draft_rig import make_draft, shape_options
+from kernel_runs import INTERPRETED
+from tiny import MIN_VOCAB, make_tiny
+
+from sgl_spec import LLM, LogprobParams
+from sgl_spec.engine.cuda.graphs import Replayed
+from sgl_spec.engine.cuda.worker import DeviceWorker
+
+# Attention leaves rows that no request owns as the memory was.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(overflow|invalid value) encountered:RuntimeWarning"
+)
+
+PROMPTS = [[7], [40, 41, 42, 9], [40, 41, 42, 11]]
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.8, "regex": "[a-z]{3,9}", "seed": 3},
+    {"temperature": 0.0, "frequency_penalty": 0.5, "logit_bias": {50: -100.0}},
+    {"temperature": 1.0, "seed": 5},
+]
+BASE = {"max_new_tokens": 4, "ignore_eos": True}
+ASKED = [None, LogprobParams(logprob_start_len=0), None]
+DRAFTERS = ("none", "NGRAM", "EAGLE3", "STANDALONE")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("target"), vocab=MIN_VOCAB)
+
+
+def options_of(drafter: str, target: Path, directory: Path) -> dict[str, Any]:
+    options: dict[str, Any] = {"speculative_verify_whole_trees": True}
+    if drafter == "none":
+        return {}
+    if drafter == "NGRAM":
+        options["speculative_num_draft_tokens"] = 4
+    else:
+        draft = target if drafter == "STANDALONE" else make_draft(drafter, directory, target)
+        options |= {"speculative_draft_model_path": str(draft), **shape_options(2, 2, 4)}
+    return {"speculative_algorithm": drafter, **options}
+
+
+def run(target: Path, **options: Any) -> tuple[LLM, list[Any]]:
+    llm = LLM(
+        str(target), max_total_tokens=512, max_running_requests=4, context_length=64, **options
+    )
+    worker = llm.engine.scheduler.worker
+    if isinstance(worker, DeviceWorker):
+        worker.rounds.sizes = (4,)  # so that forwards are filled up
+    return llm, llm.generate(PROMPTS, [BASE | one for one in SAMPLING], ASKED)
+
+
+@pytest.fixture(scope="module")
+def expected(target: Path) -> list[Any]:
+    return run(target)[1]
+
+
+@INTERPRETED
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_texts_are_the_cpu_engines(
+    target: Path, expected: list[Any], drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    replay = Replayed.run
+
+    def watched(self: Replayed) -> None:
+        ran.append(type(self.program).__name__)
+        replay(self)
+
+    monkeypatch.setattr(Replayed, "run", watched)
+    options = options_of(drafter, target, tmp_path / "draft")
+    llm, done = run(target, attention_backend="triton", **options)
+    assert ran.count("PaddedForward") >= 4, "forwards were filled up"
+    for one, other in zip(done, expected, strict=True):
+        assert one.output_ids == other.output_ids
+        for mine, theirs in (
+            (one.logprobs, other.logprobs),
+            (one.prompt_logprobs, other.prompt_logprobs),
+        ):
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                assert mine.values == pytest.approx(theirs.values, abs=1e-4)
+    assert llm.engine.scheduler.flush()
+    assert llm.engine.slots.pages.free_slots == llm.engine.slots.pages.total
