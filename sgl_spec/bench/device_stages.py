@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from sgl_spec.bench.stages import Recorder, Replacement, Wrapped, as_stage, replaced
-from sgl_spec.engine.cuda import host_round, rest, rounds
+from sgl_spec.engine.cuda import host_round, ngram_round, rest, rounds
 from sgl_spec.engine.cuda.graphs import Replayed
+from sgl_spec.engine.cuda.ngram import DeviceNgram
 from sgl_spec.engine.cuda.worker import DeviceWorker
 from sgl_spec.engine.engine import Engine
 from sgl_spec.models.eagle import EagleHead
@@ -42,7 +43,7 @@ def watched_device(engine: Engine, recorder: Recorder) -> Iterator[None]:
 
 def _host(engine: Engine, recorder: Recorder) -> Iterator[Replacement]:
     worker: Any = engine.scheduler.worker
-    if engine.drafter is not None and not isinstance(engine.drafter, ModelDrafter):
+    if engine.drafter is not None and not isinstance(engine.drafter, ModelDrafter | DeviceNgram):
         propose = engine.drafter.propose
         yield engine.drafter, "propose", Wrapped(recorder, "drafting", propose)
         yield worker, "settle", Wrapped(recorder, "tell the drafter", worker.settle)
@@ -52,7 +53,7 @@ def _device(engine: Engine, recorder: Recorder) -> Iterator[Replacement]:
     model: Any = engine.model
     weights = total_bytes([*model.stack.tensors(), model.norm])
     verify = _reading(recorder, weights, model.kv_bytes_per_token, rounds.verify)
-    for module in (rounds, host_round, rest):
+    for module in (rounds, host_round, ngram_round, rest):
         yield module, "verify", as_stage(recorder, "verify", verify)
     head = _reading(recorder, total_bytes(model.lm_head.tensors()), 0, model.raw_logits)
     yield model, "raw_logits", Wrapped(recorder, "output layer", head)
@@ -62,6 +63,8 @@ def _device(engine: Engine, recorder: Recorder) -> Iterator[Replacement]:
     methods: list[tuple[Any, str, str]] = [
         (rounds.Acceptance, "accept", "sample and follow"),
         (rounds._Drafting, "grow", "draft steps"),
+        (ngram_round.NgramRound, "_draft", "drafting"),
+        (ngram_round.NgramRound, "_learn", "tell the drafter"),
         (rounds.Extension, "extend", "draft extend"),
         (rounds.Requests, "begin", "row state"),
         (rounds.Acceptance, "finish", "row state"),
