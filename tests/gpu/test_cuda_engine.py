@@ -105,6 +105,25 @@ def test_how_rounds_are_launched_changes_no_text(
     same_or_near(plain, server, run(llm, asked(server), NEW), wanted)
 
 
+@pytest.mark.parametrize("server", ["none", "NGRAM, trie", "EAGLE3", "STANDALONE"])
+def test_batches_that_the_host_judges_run_as_graphs(
+    models: Models, plain: LLM, server: str
+) -> None:
+    """Grammars, penalties, biases and log-probabilities: the texts without graphs, twice, so that
+    the second time every forward is replayed; and the device's waiting is told."""
+    names = asked(server)
+    eager = make_engine(models, server, device="cuda", disable_cuda_graph=True)
+    wanted = run(eager, names, NEW)
+    llm = make_engine(models, server, device="cuda")
+    for _ in range(2):
+        same_or_near(plain, server, run(llm, names, NEW), wanted)
+    captured = {key[0] for key in llm.engine.scheduler.worker.rounds._made}  # type: ignore[attr-defined]
+    assert "target forward" in captured
+    assert ("draft forward" in captured) == (server in models.drafts)
+    for one in (eager, llm):
+        assert 0 < one.engine.state().drafter["seam_wait_ms"] < 1000
+
+
 @pytest.mark.parametrize("server", ["none", "NGRAM", "EAGLE3", "STANDALONE"])
 def test_many_requests_come_and_go_in_half_precision(models: Models, server: str) -> None:
     """More than may run, prompts that share beginnings, ends at different times, a pool so small

@@ -12,8 +12,10 @@ from kernel_runs import INTERPRETED
 from tiny import MIN_VOCAB, make_tiny
 
 from sgl_spec import LLM, LogprobParams
+from sgl_spec.engine.cuda import forwards
 from sgl_spec.engine.cuda.graphs import Replayed
 from sgl_spec.engine.cuda.worker import DeviceWorker
+from sgl_spec_kernels import tree_attn
 
 # Attention leaves rows that no request owns as the memory was.
 pytestmark = pytest.mark.filterwarnings(
@@ -26,9 +28,16 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0, "frequency_penalty": 0.5, "logit_bias": {50: -100.0}},
     {"temperature": 1.0, "seed": 5},
 ]
-BASE = {"max_new_tokens": 4, "ignore_eos": True}
+BASE = {"max_new_tokens": 3, "ignore_eos": True}
 ASKED = [None, LogprobParams(logprob_start_len=0), None]
 DRAFTERS = ("none", "NGRAM", "EAGLE3", "STANDALONE")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is slow."""
+    monkeypatch.setattr(tree_attn, "_PROGRAMS", 8)
+    monkeypatch.setattr(forwards, "ROWS", (12, 64))
 
 
 @pytest.fixture(scope="module")
