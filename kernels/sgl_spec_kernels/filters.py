@@ -1,19 +1,22 @@
 """top_k, top_p and min_p as one number per row: the last key that they keep.
 
 In the order of `falling_key` (falling logit, then rising id) each filter keeps a prefix, so all
-three together keep the tokens whose key is at most a cut, the largest key q with
+three together keep the tokens whose key is at most a cut: the last of their keys, or one up to
+which no other token comes. A key q is kept if
 
     #(keys < q) < top_k    and    mass(keys < q) < top_p * total    and    w(q) >= min_p
 
 w = exp((x - max) / T); mass = sum of floor(w 2^40), whole numbers whose sum has no order; total =
 the mass of the tokens that top_k leaves. `sgl_spec.speculative.filters` is the twin.
 
-One program takes a row. Reading the row twice, it writes the ids of its head, which surely holds
-the prefix, to the work space, and finds the cut there by bisection; where the head is too long or
-not enough the whole row takes its place, slowly.
+`filter_heads` writes the keys of a row that may be kept to its head. One program for each row looks
+for the cut there: it narrows a window until a few keys are left, and ranks those. Where the head is
+too long or not enough the row itself takes its place, slowly.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -21,71 +24,191 @@ import triton.language as tl
 from torch import Tensor
 
 from sgl_spec_kernels.chain import chain, chained
+from sgl_spec_kernels.filter_heads import (
+    LOWEST,
+    asked,
+    find_floors,
+    group_tops,
+    mass_of,
+    row_of,
+    write_heads,
+)
 from sgl_spec_kernels.noise import falling_key, key_value, place
 
-HEAD = 8192  # ids of a row in the work space
-BLOCK = 2048
-_UNIT = tl.constexpr(1099511627776.0)  # 2^40
+CHUNK = 4096  # tokens of a program, more in a vocabulary of more than MOST_CHUNKS of these
+MOST_CHUNKS = 64
+GROUPS = 32  # of a chunk
+HEAD = 4096  # keys of a row in the work space
+BLOCK = 1024  # keys that the program of a row takes at a time
+FEW = 128  # keys that are ranked, each against each
 _EVERYTHING = tl.constexpr(0x7FFFFFFFFFFFFFFF)
-_REACH = tl.constexpr(12.5)  # in temperatures below the top: a head for top_p, w down to 2^-18
+_NOTHING = tl.constexpr(0x7F800000FFFFFFFF)  # behind every token: -inf, an id that there is not
+_WEIGHTLESS = tl.constexpr(28.5)  # so far below the top, in temperatures, a token's mass is 0
+_SURE = tl.constexpr(1e-5)  # a min_p whose tokens all lie above a head's floor
+_SOME = tl.constexpr(16)  # of the few, against which all are held at a time
+_LINEAR = tl.constexpr(8)  # sweeps that divide a window by value; later ones by bits
 
 
 @triton.jit
-def _load(row, head, index, size, compact, vocab):
-    """(x, token) of candidates: -inf behind the last."""
+def _keys(row, head, start, size, listed, BLOCK: tl.constexpr):
+    """Keys of a block of the head, or of the row. What there is not lies behind every token."""
+    index = start + tl.arange(0, BLOCK)
     inside = index < size
-    token = index
-    if compact:
-        token = tl.load(head + index, mask=inside, other=0)
-    x = tl.load(row + token, mask=inside, other=float("-inf")).to(tl.float32)
-    return x, token, inside
+    if listed:
+        key = tl.load(head + index, mask=inside, other=_NOTHING)
+    else:
+        x = tl.load(row + index, mask=inside, other=float("-inf")).to(tl.float32)
+        key = falling_key(x, index)
+    return key
 
 
 @triton.jit
-def _mass(x, top, t):
-    return (tl.exp((x - top) / t) * _UNIT).to(tl.int64)
-
-
-@triton.jit
-def _before(row, head, size, compact, vocab, top, t, key, BLOCK: tl.constexpr):
-    """(number, mass) of the candidates whose key is below `key`."""
-    number = tl.zeros([BLOCK], dtype=tl.int64)
-    mass = tl.zeros([BLOCK], dtype=tl.int64)
+def _before(row, head, size, listed, top, t, p, q, r, BLOCK: tl.constexpr):
+    """Number and mass of the tokens whose key is below each of three."""
+    number_p = tl.zeros([BLOCK], dtype=tl.int32)
+    number_q = tl.zeros([BLOCK], dtype=tl.int32)
+    number_r = tl.zeros([BLOCK], dtype=tl.int32)
+    mass_p = tl.zeros([BLOCK], dtype=tl.int64)
+    mass_q = tl.zeros([BLOCK], dtype=tl.int64)
+    mass_r = tl.zeros([BLOCK], dtype=tl.int64)
     for start in range(0, size, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        x, token, inside = _load(row, head, index, size, compact, vocab)
-        ahead = inside & (falling_key(x, token) < key)
-        number += ahead.to(tl.int64)
-        mass += tl.where(ahead, _mass(x, top, t), 0)
-    return tl.sum(number, 0), tl.sum(mass, 0)
+        key = _keys(row, head, start, size, listed, BLOCK)
+        mass = mass_of(key_value(key), top, t)  # 0 of what there is not
+        number_p += (key < p).to(tl.int32)
+        number_q += (key < q).to(tl.int32)
+        number_r += (key < r).to(tl.int32)
+        mass_p += tl.where(key < p, mass, 0)
+        mass_q += tl.where(key < q, mass, 0)
+        mass_r += tl.where(key < r, mass, 0)
+    return (
+        tl.sum(number_p, 0),
+        tl.sum(number_q, 0),
+        tl.sum(number_r, 0),
+        tl.sum(mass_p, 0),
+        tl.sum(mass_q, 0),
+        tl.sum(mass_r, 0),
+    )
+
+
+@triton.jit
+def _between(good, bad, vocab, sweep, PART: tl.constexpr):
+    """A key inside a window of more than one, about PART quarters from its begin: by logit, then,
+    of one logit, by id."""
+    first, last = good >> 32, (bad - 1) >> 32
+    start, end = key_value(good), key_value(bad - 1)
+    even = place(start + (end - start) * (PART * 0.25))
+    bits = first + (last - first + 1) * PART // 4
+    logit = tl.where(sweep < _LINEAR, even, bits)
+    logit = tl.minimum(tl.maximum(logit, first + 1), last)
+    least = good & 0xFFFFFFFF
+    most = tl.minimum(((bad - 1) & 0xFFFFFFFF) + 1, vocab)
+    one = (first << 32) + least + (most - least) * PART // 4
+    one = tl.minimum(tl.maximum(one, good + 1), bad - 1)
+    return tl.where(last > first, logit << 32, one)
+
+
+@triton.jit
+def _keeps(number, mass, key, top, t, top_k, limit, min_p):
+    w = tl.exp((key_value(key) - top) / t)
+    return (number < top_k) & (mass.to(tl.float64) < limit) & (w >= min_p)
+
+
+@triton.jit
+def _collect(row, head, spot, size, listed, good, bad, FEW: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the keys of a window to `spot`; returns how many there are."""
+    number = size * 0
+    tl.debug_barrier()  # what was there is read
+    for start in range(0, size, BLOCK):
+        key = _keys(row, head, start, size, listed, BLOCK)
+        mine = ((key >= good) & (key < bad)).to(tl.int32)
+        here = tl.sum(mine, 0)
+        if here > 0:
+            at = number + tl.cumsum(mine, 0) - 1
+            tl.store(spot + at, key, mask=(mine > 0) & (at < FEW))
+        number += here
+    tl.debug_barrier()  # it is written before it is read
+    return number
+
+
+@triton.jit
+def _ranked(spot, count, number, mass, good, top, t, top_k, limit, min_p, FEW: tl.constexpr):
+    """The last key that is kept, of `count` keys with this number and mass before them all."""
+    lane = tl.arange(0, FEW)
+    key = tl.load(spot + lane, mask=lane < count, other=_NOTHING)
+    numbers = tl.zeros([FEW, _SOME], dtype=tl.int32)
+    masses = tl.zeros([FEW, _SOME], dtype=tl.int64)
+    for start in range(0, count, _SOME):
+        other = start + tl.arange(0, _SOME)
+        one = tl.load(spot + other, mask=other < count, other=_NOTHING)
+        ahead = one[None, :] < key[:, None]
+        numbers += ahead.to(tl.int32)
+        masses += tl.where(ahead, mass_of(key_value(one), top, t)[None, :], 0)
+    number += tl.sum(numbers, 1)
+    mass += tl.sum(masses, 1)
+    keeps = (lane < count) & _keeps(number, mass, key, top, t, top_k, limit, min_p)
+    return tl.maximum(tl.max(tl.where(keeps, key, good), 0), good)
 
 
 @triton.jit
 def _last_kept(
-    row, head, size, compact, vocab, top, t, top_k, limit, min_p, lowest, BLOCK: tl.constexpr
-):
-    """The largest key that fewer than top_k tokens, and less mass than limit, come before.
+    row, head, size, listed, vocab, top, t, top_k, limit, min_p, bad, number_bad,
+    HEAD: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The last key that is kept, which is before `bad`, as number_bad keys are at most."""
+    good = place(top) << 32
+    number, mass = size * 0, good * 0  # before `good`
+    sweep = size * 0
+    while (number_bad - number > FEW) & (bad > good + 1):
+        p = _between(good, bad, vocab, sweep, 1)
+        q = _between(good, bad, vocab, sweep, 2)
+        r = _between(good, bad, vocab, sweep, 3)
+        n_p, n_q, n_r, m_p, m_q, m_r = _before(row, head, size, listed, top, t, p, q, r, BLOCK)
+        has_p = _keeps(n_p, m_p, p, top, t, top_k, limit, min_p)
+        has_q = has_p & _keeps(n_q, m_q, q, top, t, top_k, limit, min_p)
+        has_r = has_q & _keeps(n_r, m_r, r, top, t, top_k, limit, min_p)
+        bad = tl.where(has_r, bad, tl.where(has_q, r, tl.where(has_p, q, p)))
+        number_bad = tl.where(has_r, number_bad, tl.where(has_q, n_r, tl.where(has_p, n_q, n_p)))
+        good = tl.where(has_r, r, tl.where(has_q, q, tl.where(has_p, p, good)))
+        number = tl.where(has_r, n_r, tl.where(has_q, n_q, tl.where(has_p, n_p, number)))
+        mass = tl.where(has_r, m_r, tl.where(has_q, m_q, tl.where(has_p, m_p, mass)))
+        sweep += 1
+    count = size
+    spot = head
+    if (size > FEW) | (listed == 0):
+        spot = head + HEAD
+        count = _collect(row, head, spot, size, listed, good, bad, FEW, BLOCK)
+    return _ranked(spot, count, number, mass, good, top, t, top_k, limit, min_p, FEW)
 
-    First the logit, as the upper word of the key, then the id. The key of the top, id 0, is kept.
-    """
-    good = place(top)
-    bad = place(lowest) + 1
-    while bad - good > 1:
-        middle = good + (bad - good) // 2
-        number, mass = _before(row, head, size, compact, vocab, top, t, middle << 32, BLOCK)
-        heavy = tl.exp((key_value(middle << 32) - top) / t) >= min_p
-        keeps = (number < top_k) & (mass.to(tl.float64) < limit) & heavy
-        good = tl.where(keeps, middle, good)
-        bad = tl.where(keeps, bad, middle)
-    first = good << 32
-    good, bad = first, first + vocab
-    while bad - good > 1:
-        middle = good + (bad - good) // 2
-        number, mass = _before(row, head, size, compact, vocab, top, t, middle, BLOCK)
-        keeps = (number < top_k) & (mass.to(tl.float64) < limit)
-        good = tl.where(keeps, middle, good)
-        bad = tl.where(keeps, bad, middle)
-    return good
+
+@triton.jit
+def _cut(
+    row, head, total, size, enough, floor, vocab, top, t, top_k, top_p, min_p,
+    HEAD: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The cut of a row. total: its mass. enough: the prefix surely ends above the floor."""
+    listed = (size <= HEAD) & enough
+    size = tl.where(listed, size, vocab)
+    lowest = tl.maximum(tl.where(enough, floor, top - t * _WEIGHTLESS), LOWEST)
+    bad, number_bad = (place(lowest) + 1) << 32, size
+    cut = bad
+    # Where top_p shares out what top_k leaves, that is found first.
+    last = tl.where((top_k < vocab) & (top_p < 1), 1, 0)
+    step = last * 0
+    while step <= last:
+        shares = step == last
+        limit = tl.where(shares & (top_p < 1), total.to(tl.float64) * top_p, float("inf"))
+        least = tl.where(shares, min_p, 0.0)
+        cut = _last_kept(
+            row, head, size, listed, vocab, top, t, top_k, limit, least, bad, number_bad,
+            HEAD, FEW, BLOCK,
+        )  # fmt: skip
+        if step < last:
+            bad = cut + 1
+            number_bad, _, _, total, _, _ = _before(
+                row, head, size, listed, top, t, bad, bad, bad, BLOCK
+            )
+        step += 1
+    return cut
 
 
 @triton.jit
@@ -97,95 +220,73 @@ def _token_cuts(
     top_ks,
     top_ps,
     min_ps,
+    marks,
+    sizes,
+    masses,
+    keys,
     cuts,
-    heads,
     vocab,
     row_stride,
     WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LANES: tl.constexpr,
     HEAD: tl.constexpr,
+    FEW: tl.constexpr,
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     chain(CHAINED)
     slot = tl.program_id(0)
-    request, node = slot // WIDTH, slot % WIDTH
-    if node >= tl.load(num_nodes + request):
-        return
-    t = tl.load(temperature + request)
-    top_k, top_p = tl.load(top_ks + request), tl.load(top_ps + request)
-    min_p = tl.load(min_ps + request)
-    counted = top_k < vocab
-    if (t == 0) | ((top_k >= vocab) & (top_p >= 1) & (min_p <= 0)):
-        tl.store(cuts + slot, _EVERYTHING)
-        return
-    row = logits + (tl.load(row_offsets + request) + node).to(tl.int64) * row_stride
-    head = heads + slot.to(tl.int64) * HEAD
-
-    # The largest logit, and the largest of each lane: the k-th largest of those bounds the k-th
-    # largest of all from below.
-    lanes = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
-    for start in range(0, vocab, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        x = tl.load(row + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
-        lanes = tl.maximum(lanes, x)
-    top = tl.max(lanes, 0)
-    if (top == float("-inf")) | (top == float("inf")):
-        tl.store(cuts + slot, _EVERYTHING)
-        return
-    floor = tl.full([], float("-inf"), tl.float32)
-    if counted & (top_k <= BLOCK):
-        places = place(lanes)
-        good = tl.min(places, 0) - 1  # fewer than k lie at or before it
-        bad = tl.max(places, 0)
-        while bad - good > 1:
-            middle = good + (bad - good) // 2
-            enough = tl.sum((places <= middle).to(tl.int64), 0) >= top_k
-            bad = tl.where(enough, middle, bad)
-            good = tl.where(enough, good, middle)
-        floor = key_value(bad << 32)
-    # Where top_p shares out what top_k leaves, the head holds all of that.
-    if (min_p > 0) & ((counted == 0) | (top_p >= 1)):
-        floor = tl.maximum(floor, top + t * tl.log(min_p * 0.5))
-    guessed = (top_p < 1) & (counted == 0)
-    if guessed:
-        floor = tl.maximum(floor, top - t * _REACH)
-
-    size = vocab * 0
-    total = tl.zeros([BLOCK], dtype=tl.int64)
-    held = tl.zeros([BLOCK], dtype=tl.int64)
-    for start in range(0, vocab, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        inside = index < vocab
-        x = tl.load(row + index, mask=inside, other=float("-inf")).to(tl.float32)
-        mine = inside & (x >= floor)
-        mass = _mass(x, top, t)
-        total += mass
-        held += tl.where(mine, mass, 0)
-        at = size + tl.cumsum(mine.to(tl.int32), 0) - 1
-        tl.store(head + at, index, mask=mine & (at < HEAD))
-        size += tl.sum(mine.to(tl.int32), 0)
-    all_mass = tl.sum(total, 0)
-    enough = (guessed == 0) | (tl.sum(held, 0).to(tl.float64) >= all_mass.to(tl.float64) * top_p)
-    compact = (size <= HEAD) & enough
-    size = tl.where(compact, size, vocab)
-    lowest = tl.where(enough, floor, float("-inf"))
-    tl.debug_barrier()  # the head is written before it is read
-
-    limit = tl.full([], float("inf"), tl.float64)
-    if top_p < 1:
-        if counted:
-            kth = _last_kept(
-                row, head, size, compact, vocab, top, t, top_k, limit, 0.0, lowest, BLOCK
-            )
-            _, all_mass = _before(row, head, size, compact, vocab, top, t, kth + 1, BLOCK)
-        limit = all_mass.to(tl.float64) * top_p
-    cut = _last_kept(row, head, size, compact, vocab, top, t, top_k, limit, min_p, lowest, BLOCK)
-    tl.store(cuts + slot, cut)
+    row = row_of(logits, row_offsets, slot, row_stride, WIDTH)
+    there, narrows, t, top_k, top_p, min_p = asked(
+        slot, num_nodes, temperature, top_ks, top_ps, min_ps, vocab, WIDTH
+    )
+    top, floor = tl.load(marks + slot * 2), tl.load(marks + slot * 2 + 1)
+    size = tl.load(sizes + slot)
+    if there:
+        cut = tl.full([], _EVERYTHING, tl.int64)
+        if narrows & (top > float("-inf")) & (top < float("inf")):
+            guessed = (top_p < 1) & (top_k >= vocab)
+            lane = tl.arange(0, LANES)
+            both = masses + (slot * CHUNKS + lane) * 2
+            mine = lane < tl.where(guessed, CHUNKS, 0)
+            total = tl.sum(tl.load(both, mask=mine, other=0), 0)
+            held = tl.sum(tl.load(both + 1, mask=mine, other=0), 0)
+            enough = (guessed == 0) | (held.to(tl.float64) >= total.to(tl.float64) * top_p)
+            head = keys + slot.to(tl.int64) * (HEAD + FEW)
+            cut = _cut(
+                row, head, total, size, enough | (min_p >= _SURE), floor, vocab, top, t,
+                top_k, top_p, min_p, HEAD, FEW, BLOCK,
+            )  # fmt: skip
+        tl.store(cuts + slot, cut)
 
 
-def cut_heads(rows: int, device: torch.device | str) -> Tensor:
-    """Work space for this many rows: [rows, HEAD] int32."""
-    return torch.empty(rows, HEAD, dtype=torch.int32, device=device)
+@dataclass(frozen=True, slots=True)
+class CutHeads:
+    """Work space of one launch at a time.
+
+    keys: [rows, HEAD + FEW] int64, where the tops of groups lie before there are keys. sizes:
+    [rows] int32. masses: [rows, MOST_CHUNKS, 2] int64. marks: [rows, 2] float32.
+    """
+
+    keys: Tensor
+    sizes: Tensor
+    masses: Tensor
+    marks: Tensor
+
+
+def cut_heads(rows: int, device: torch.device | str) -> CutHeads:
+    """Work space for this many rows."""
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(rows, *shape, dtype=dtype, device=device)
+
+    return CutHeads(
+        keys=empty(HEAD + FEW, dtype=torch.int64),
+        sizes=empty(dtype=torch.int32),
+        masses=empty(MOST_CHUNKS, 2, dtype=torch.int64),
+        marks=empty(2, dtype=torch.float32),
+    )
 
 
 def token_cuts(
@@ -197,7 +298,7 @@ def token_cuts(
     top_p: Tensor,
     min_p: Tensor,
     cuts: Tensor,
-    heads: Tensor,
+    heads: CutHeads,
 ) -> None:
     """Fill cuts [B, N] int64 for the nodes there are; a row without filters gets the largest int64.
 
@@ -205,27 +306,36 @@ def token_cuts(
     [B] int64, temperature, min_p: [B] float32, top_p: [B] float64. heads: of `cut_heads`.
     """
     (batch, nodes), vocab = cuts.shape, logits.shape[1]
+    rows = batch * nodes
     assert logits.stride(1) == 1, "a row of logits must be contiguous"
     assert cuts.is_contiguous(), "cuts must be contiguous"
-    assert heads.shape[0] >= batch * nodes, "the work space is too small"
-    assert heads.shape[1] == HEAD
+    assert heads.keys.shape[0] >= rows, "the work space is too small"
+    assert heads.keys.shape[1] == HEAD + FEW
     assert top_p.dtype == torch.float64
     assert temperature.dtype == min_p.dtype == torch.float32
-    _token_cuts[(batch * nodes,)](
-        logits,
-        row_offsets,
-        num_nodes,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        cuts,
-        heads,
-        vocab,
-        logits.stride(0),
-        WIDTH=nodes,
-        HEAD=HEAD,
-        BLOCK=BLOCK,
-        num_warps=16,
-        **chained(logits.device),
-    )
+    chunk = max(CHUNK, triton.next_power_of_2(triton.cdiv(vocab, MOST_CHUNKS)))
+    chunks = triton.cdiv(vocab, chunk)
+    where = (logits, row_offsets)
+    given = (num_nodes, temperature, top_k, top_p, min_p)
+    sizes = {"WIDTH": nodes, **chained(logits.device)}
+    parts = {"CHUNK": chunk, "CHUNKS": chunks}
+    groups, tops = chunks * GROUPS, heads.keys.view(torch.float32)
+    assert rows * groups <= tops.numel()
+    head = {"HEAD": HEAD, "FEW": FEW}
+    group_tops[(rows, chunks)](
+        *where, *given, tops, vocab, logits.stride(0), **parts, GROUPS=GROUPS, num_warps=8,
+        **sizes,
+    )  # fmt: skip
+    find_floors[(rows,)](
+        *given, tops, heads.marks, heads.sizes, vocab, TOPS=groups,
+        LANES=triton.next_power_of_2(groups), num_warps=4, **sizes,
+    )  # fmt: skip
+    write_heads[(rows, chunks)](
+        *where, *given, heads.marks, heads.sizes, heads.masses, heads.keys, vocab,
+        logits.stride(0), **parts, **head, num_warps=8, maxnreg=64, **sizes,
+    )  # fmt: skip
+    _token_cuts[(rows,)](
+        *where, *given, heads.marks, heads.sizes, heads.masses, heads.keys, cuts, vocab,
+        logits.stride(0), CHUNKS=chunks, LANES=triton.next_power_of_2(chunks), **head,
+        BLOCK=BLOCK, num_warps=8, maxnreg=128, **sizes,
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
 import torch
@@ -30,9 +30,11 @@ def tree_cases() -> Iterator[Case]:
         yield compaction(batch)
         yield moving(batch)
         for warm in (False, True):
-            yield walk(batch, warm=warm, filtered=False)
+            yield walk(batch, warm=warm)
             yield levels(batch, warm=warm)
-        yield walk(batch, warm=True, filtered=True)
+        for kind in FILTERED:
+            yield walk(batch, warm=True, kind=kind)
+            yield cuts(batch, kind)
         yield rejection(batch)
         yield ends(batch)
 
@@ -185,22 +187,51 @@ def _eights(batch: int, *, warm: bool) -> tuple[sample.Trees, sample.Walked]:
     return trees, sample.walked(batch, 8, shapes.VOCAB, shapes.DEVICE)
 
 
-def walk(batch: int, *, warm: bool, filtered: bool) -> Case:
-    """Sample-and-follow where every node is drawn."""
+FILTERED = ("top_k, top_p", "top_p", "top_p of flat rows")
+
+
+def _filtering(kind: str, trees: sample.Trees) -> tuple[Callable[[], None], Tensor]:
+    """What finds the cuts, and the cuts. Random logits are flat, top_p keeps most of them; in the
+    other kinds a few dozen tokens stand out as they do in text."""
+    batch, nodes = trees.tokens.shape
+    if kind != "top_p of flat rows":
+        rows = torch.arange(len(trees.logits), device=shapes.DEVICE)[:, None]
+        some = torch.randint(shapes.VOCAB, (len(rows), 32), device=shapes.DEVICE)
+        trees.logits.mul_(1.5)
+        trees.logits[rows, some] += torch.linspace(9, 13, 32, device=shapes.DEVICE).to(
+            rand(1).dtype
+        )
+    ones = torch.ones(batch, device=shapes.DEVICE)
+    top_k = torch.full_like(trees.seed, 50 if "top_k" in kind else shapes.VOCAB)
+    settings = (ones, top_k, ones.double() * 0.9, ones * 0)
+    cuts, heads = torch.zeros_like(trees.tokens), filters.cut_heads(batch * nodes, shapes.DEVICE)
+    where = (trees.logits, trees.row_offsets, trees.num_nodes)
+    return lambda: filters.token_cuts(*where, *settings, cuts, heads), cuts
+
+
+def cuts(batch: int, kind: str) -> Case:
+    """What the filters keep of every node's row: four kernels."""
+    rows = 8 * batch
+
+    def prepare() -> Call:
+        return _filtering(kind, _eights(batch, warm=True)[0])[0]
+
+    return Case(f"{kind}, cuts x {rows}", 2 * rows * shapes.VOCAB, prepare)
+
+
+def walk(batch: int, *, warm: bool, kind: str | None = None) -> Case:
+    """Sample-and-follow where every node is drawn. kind: one of FILTERED."""
     rows = 8 * batch
 
     def prepare() -> Call:
         trees, out = _eights(batch, warm=warm)
-        if not filtered:
+        if kind is None:
             return lambda: sample.draw_all(trees, out)
-        ones = torch.ones(batch, device=shapes.DEVICE)
-        settings = (ones, torch.full_like(trees.seed, 50), ones.double() * 0.9, ones * 0)
-        cuts, heads = torch.zeros_like(trees.tokens), filters.cut_heads(rows, shapes.DEVICE)
+        find, cuts = _filtering(kind, trees)
         narrowed = replace(trees, cuts=cuts)
 
         def call() -> None:
-            where = (trees.logits, trees.row_offsets, trees.num_nodes)
-            filters.token_cuts(*where, *settings, cuts, heads)
+            find()
             sample.draw_all(narrowed, out)
 
         return call
@@ -212,9 +243,8 @@ def walk(batch: int, *, warm: bool, filtered: bool) -> Case:
             return lambda: logits.argmax(-1)
         return lambda: (logits.float().softmax(-1) / noise).argmax(-1)
 
-    kind = "top_k, top_p, " if filtered else "sampled, " if warm else "greedy, "
-    name = f"{kind}draw all + follow x {rows}"
-    return Case(name, 2 * rows * shapes.VOCAB, prepare, None if filtered else baseline)
+    name = f"{kind or ('sampled' if warm else 'greedy')}, draw all + follow x {rows}"
+    return Case(name, 2 * rows * shapes.VOCAB, prepare, baseline if kind is None else None)
 
 
 def levels(batch: int, *, warm: bool) -> Case:

@@ -199,7 +199,9 @@ def sampling(dtype: torch.dtype) -> None:
     probs, space = torch.zeros(16, 32000), reject.reject_space(2, vocab, "cpu")
     reject.reject_and_follow(trees, probs, nodes, out, space, torch.zeros(32000, dtype=torch.int64))
     settings = (floats, ints, floats.double(), floats)
-    filters.token_cuts(logits, ints, ints, *settings, cuts, filters.cut_heads(16, "cpu"))
+    for kind in (torch.float32, dtype):
+        rows = logits.to(kind)
+        filters.token_cuts(rows, ints, ints, *settings, cuts, filters.cut_heads(16, "cpu"))
 
 
 def adjusting(dtype: torch.dtype) -> None:

@@ -53,8 +53,9 @@ def test_every_case_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         tree_cases.compaction(2),
         tree_cases.moving(2, layers=1),
         tree_cases.ends(2),
-        tree_cases.walk(1, warm=False, filtered=False),
-        tree_cases.walk(1, warm=True, filtered=True),
+        tree_cases.walk(1, warm=False),
+        tree_cases.walk(1, warm=True, kind="top_k, top_p"),
+        *(tree_cases.cuts(1, kind) for kind in tree_cases.FILTERED),
         tree_cases.levels(1, warm=True),
         tree_cases.rejection(1),
     ]

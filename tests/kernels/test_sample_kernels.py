@@ -37,7 +37,15 @@ SETTINGS = [
     (0.8, 40, 0.95, 0.01),
     (1.0, 40, 0.5, 0.3),
     (0.01, 7, 0.5, 0.5),
+    (50.0, -1, 0.7, 0.0),
+    (1.0, -1, 0.95, 0.02),
 ]
+
+
+def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, blocks and rankings of a few tokens, so that small vocabularies cross their edges."""
+    for name, value in {"CHUNK": 16, "GROUPS": 4, "BLOCK": 16, "FEW": 16}.items():
+        monkeypatch.setattr(filters, name, value)
 
 
 def make_rows(settings: list[tuple[float, int, float, float]]) -> SamplingRows:
@@ -217,14 +225,24 @@ def check_rejection(kind: str, batch: int, nodes: int, vocab: int, *, hot: bool)
 
 @INTERPRETED
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("vocab", [16, 17, 65])
 @pytest.mark.parametrize(
     ("kind", "head"), [("random", 16), ("random", 64), ("ties", 64), ("flat", 16), ("masked", 64)]
 )
-def test_cuts(kind: str, head: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head of 16 is too short for most rows, which then serve as their own."""
-    monkeypatch.setattr(filters, "BLOCK", 32)
+def test_cuts(kind: str, head: int, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vocabularies around one and four chunks. A head of 16 is too short for most rows, which then
+    serve as their own; 64 keys are more than are ranked."""
+    shrink(monkeypatch)
     monkeypatch.setattr(filters, "HEAD", head)
-    check_cuts(kind, 50, nodes=1)
+    check_cuts(kind, vocab, nodes=1)
+
+
+@INTERPRETED
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_cuts_of_a_vocabulary_beyond_the_most_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch)
+    monkeypatch.setattr(filters, "MOST_CHUNKS", 2)
+    check_cuts("random", 70, nodes=1)
 
 
 @INTERPRETED
@@ -237,7 +255,7 @@ def test_walks(
     kind: str, batch: int, nodes: int, vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sample, "BLOCK", 8)
-    monkeypatch.setattr(filters, "BLOCK", 16)
+    shrink(monkeypatch)
     check_walk(kind, batch, nodes, vocab)
 
 
@@ -250,7 +268,7 @@ def test_walks(
 def test_rejection(
     kind: str, batch: int, nodes: int, vocab: int, hot: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filters, "BLOCK", 32)
+    shrink(monkeypatch)
     monkeypatch.setattr(reject, "BLOCK", 8)
     check_rejection(kind, batch, nodes, vocab, hot=hot)
 

@@ -28,7 +28,7 @@ from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.ranking import DRAFT_ERROR
 from sgl_spec_kernels.compact import move_path
 from sgl_spec_kernels.draft_topk import draft_topk, topk_work
-from sgl_spec_kernels.filters import cut_heads, token_cuts
+from sgl_spec_kernels.filters import CutHeads, cut_heads, token_cuts
 from sgl_spec_kernels.round_state import (
     RowState,
     begin_round,
@@ -142,7 +142,7 @@ class Requests:
 @dataclass(frozen=True, slots=True)
 class _Cuts:
     cuts: Tensor
-    heads: Tensor
+    heads: CutHeads
 
     @classmethod
     def maybe(cls, kind: RoundKind, batch: int, nodes: int, device: torch.device) -> _Cuts | None:
