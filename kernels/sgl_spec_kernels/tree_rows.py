@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgl_spec_kernels.chain import chain, chained
+
 BLOCK = 128
 
 
@@ -29,7 +31,9 @@ def _tree_rows(
     count,
     table_stride,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain(CHAINED)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     node = tl.load(nodes + at, mask=inside, other=-1)
@@ -75,6 +79,7 @@ def tree_rows(
         req_to_token.stride(0),
         BLOCK=BLOCK,
         num_warps=1,
+        **chained(nodes.device),
     )
 
 

@@ -218,6 +218,7 @@ def adjusting(dtype: torch.dtype) -> None:
 
 def rounds(dtype: torch.dtype) -> None:
     from sgl_spec_kernels import round_state, sample
+    from sgl_spec_kernels.tree_rows import tree_rows
 
     ints, floats = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
     kinds = (ints, ints, ints, floats, ints, floats.double(), floats, ints)
@@ -228,6 +229,7 @@ def rounds(dtype: torch.dtype) -> None:
     where = {"committed": ints, "roots": ints, "rows": ints, "req_to_token": table}
     for kind in round_state.KINDS:
         round_state.extend_rows(rows, out, kind, **where)
+    tree_rows(ints, ints, ints, ints, ints, table, ints, ints)
     round_state.gather_features(torch.zeros(16, 12288, dtype=dtype), rows.features)
 
 
