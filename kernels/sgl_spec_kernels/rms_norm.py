@@ -14,6 +14,7 @@ from torch import Tensor
 from sgl_spec_kernels.chain import chain, chained
 
 _MOST_COLUMNS = 65536  # of a row, which one program holds whole
+COLUMNS_OF_A_WARP = 512
 
 
 @triton.jit
@@ -85,7 +86,7 @@ def rms_norm(
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
         HAS_COPY=copy is not None,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=min(max(block // COLUMNS_OF_A_WARP, 1), 16),
         **chained(x.device),
     )
     return out

@@ -40,6 +40,7 @@ TREES = [
     (48, 8, 2000),
     (1, 8, 16000),
 ]
+NORMED = (1, 8, 48, 64, 96, 192, 384)  # rows
 _BF16 = torch.bfloat16
 
 
@@ -68,8 +69,9 @@ def model_cases() -> Iterator[Case]:
         yield attention(*shape)
     for tokens in (512, 2048, 8192):
         yield chunk(tokens)
-    for rows in (1, 8, 48, 384):
+    for rows in NORMED:
         yield norm(rows)
+    for rows in (1, 8, 48, 384):
         yield rope(rows)
         yield gate(rows)
     for rows in (32, 48, 64, 96, 128, 192, 256):

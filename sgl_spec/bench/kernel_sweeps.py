@@ -17,9 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from sgl_spec.bench.kernel_cases import LINEARS, TREES, Call, Case, attention, chunk, layer, rand
+from sgl_spec.bench.kernel_cases import (
+    LINEARS,
+    NORMED,
+    TREES,
+    Call,
+    Case,
+    attention,
+    chunk,
+    layer,
+    norm,
+    rand,
+)
 from sgl_spec.bench.report import say
-from sgl_spec_kernels import chain, tree_attn
+from sgl_spec_kernels import chain, rms_norm, tree_attn
 from sgl_spec_kernels.skinny_gemm import GemmShape, gemm_work, skinny_gemm
 
 BUCKETS = (16, 32, 64)
@@ -130,3 +141,24 @@ def sweep_chaining(timed: Timer) -> list[dict[str, Any]]:
         say(str(row))
         found.append(row)
     return found
+
+
+def sweep_norm(timed: Timer) -> list[dict[str, Any]]:
+    """The norm with other numbers of warps to a row."""
+    found: list[dict[str, Any]] = []
+    before = rms_norm.COLUMNS_OF_A_WARP
+    for rows, columns in product(NORMED, (256, 512, 1024, 2048)):
+        rms_norm.COLUMNS_OF_A_WARP = columns
+        us = timed([norm(rows).prepare() for _ in range(20)])
+        found.append({"rows": rows, "columns of a warp": columns, "us": us})
+        say(str(found[-1]))
+    rms_norm.COLUMNS_OF_A_WARP = before
+    return found
+
+
+SWEEPS: dict[str, Callable[[Timer], list[dict[str, Any]]]] = {
+    "linears": sweep_linears,
+    "attention": sweep_attention,
+    "layers": sweep_chaining,
+    "norms": sweep_norm,
+}

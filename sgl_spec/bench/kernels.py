@@ -1,7 +1,7 @@
 """Time every device kernel beside its floor and torch's equivalent. The floor is the longer of
 bytes / measured bandwidth and floating-point operations / the card's rate of products in bfloat16.
 
-python -m sgl_spec.bench kernels [--sweep] [--only WORD] [--output FILE]
+python -m sgl_spec.bench kernels [--sweep [WHAT ...]] [--only WORD] [--output FILE]
 
 Times are of one call inside a CUDA graph that goes round many sets of inputs, so that what a call
 reads lies in no cache; least of several replays, by CUDA events. Needs a CUDA device.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sgl_spec.bench.kernel_cases import Call, Case, model_cases
-from sgl_spec.bench.kernel_sweeps import sweep_attention, sweep_chaining, sweep_linears
+from sgl_spec.bench.kernel_sweeps import SWEEPS
 from sgl_spec.bench.report import provenance, say, table, write_row
 from sgl_spec.bench.tree_cases import tree_cases
 from sgl_spec.errors import ConfigError
@@ -98,7 +98,9 @@ def main(argv: Sequence[str]) -> None:
     """Run the benchmark; see the module."""
     parser = argparse.ArgumentParser(prog="python -m sgl_spec.bench kernels")
     parser.add_argument("--only", default="", help="kernels whose name holds this word")
-    parser.add_argument("--sweep", action="store_true", help="also time other cuts and constants")
+    parser.add_argument(
+        "--sweep", nargs="*", choices=SWEEPS, help="time other constants too, all or these"
+    )
     parser.add_argument("--output", type=Path, help="append the result to this file, a JSON line")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -120,8 +122,7 @@ def main(argv: Sequence[str]) -> None:
         },
         "rows": rows,
     }
-    if options.sweep:
-        result |= {"linears": sweep_linears(time_us), "attention": sweep_attention(time_us)}
-        result |= {"layers": sweep_chaining(time_us)}
+    if options.sweep is not None:
+        result |= {name: SWEEPS[name](time_us) for name in options.sweep or SWEEPS}
     if options.output is not None:
         write_row(options.output, result)
