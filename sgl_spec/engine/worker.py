@@ -46,7 +46,6 @@ from sgl_spec.speculative.rules import AcceptanceRule, FollowRule
 from sgl_spec.speculative.sampling import SamplingRows, build_rows
 from sgl_spec.speculative.topology import Topology
 from sgl_spec.speculative.tree import AcceptResult, TokenTree, narrow, root_only
-from sgl_spec.speculative.verify import sample_and_follow
 from sgl_spec_kernels.kv_move import move_kv_rows
 
 if TYPE_CHECKING:
@@ -112,7 +111,8 @@ class Worker:
         self.drafter = drafter
         self.follower = Follower(model, kv, drafter)
         self.costs: Costs | None = costs
-        self.rule = rule or FollowRule()
+        self.follow: AcceptanceRule = FollowRule()  # first tokens are drawn by it
+        self.rule = rule or self.follow
         self.topology = topology
         self.eos_ids = model.config.eos_token_ids
         self.tokens: npt.NDArray[np.int32] = np.zeros(table.host.shape, dtype=np.int32)
@@ -257,7 +257,7 @@ class Worker:
         offsets = torch.arange(len(rows))
         sampling = self._sampling_rows(rows)
         tree = self._constrain(root_only(roots), rows).to(self.device)
-        drawn = sample_and_follow(
+        drawn = self.follow(
             tree,
             logits,
             on_device(offsets, self.device),
@@ -307,8 +307,8 @@ class Worker:
         tree = planned.to(self.device)
         rows, committed = (on_device(x, self.device) for x in (batch.rows, batch.committed))
         forward = tree_forward(tree, rows, committed, self.table.device)
+        offsets, masks = forward.q_starts[:-1], token_masks(tree)  # reads the device
         logits, features = self._verify(forward)
-        offsets, masks = forward.q_starts[:-1], token_masks(tree)
         found = self.rule(tree, logits, offsets, sampling, committed, masks=masks)
         self._keep_path(rows, committed, tree.width, found)
         accepted, offsets = found.on_host(), offsets.cpu()

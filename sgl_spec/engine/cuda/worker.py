@@ -31,6 +31,7 @@ from sgl_spec.engine.batch import (
 )
 from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
 from sgl_spec.engine.cuda.drafting import HostDrafting
+from sgl_spec.engine.cuda.follow import DeviceFollow
 from sgl_spec.engine.cuda.forwards import run_forwards
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
 from sgl_spec.engine.cuda.host_round import HostRound
@@ -84,6 +85,9 @@ class DeviceWorker(Worker):
         self._simulated = self.rule if isinstance(self.rule, SimulatedRule) else None
         inner = self.rule if self._simulated is None else self._simulated.rule
         self._device_rule = isinstance(inner, FollowRule) and self.topology is None
+        self.follow = DeviceFollow(most_nodes)
+        if isinstance(self.rule, FollowRule):
+            self.rule = self.follow
         self._simple: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self._sampled: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self._filtered: BoolArray = np.zeros(num_rows, dtype=np.bool_)
