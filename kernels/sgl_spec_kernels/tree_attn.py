@@ -5,9 +5,11 @@ per KV head, so a handful of tokens fills a tensor-core tile) over one split of 
 
     s = scale q . k,    acc = sum_p exp(s_p - m) v_p,    l = sum_p exp(s_p - m),    m = max_p s_p
 
-Where a block has more than one split, each leaves (acc, l, m) in the work space, and a second
-kernel, with a program for every row, merges them in the splits' order:
-out = sum_i exp(m_i - m) acc_i / sum_i exp(m_i - m) l_i.
+Where a block has more than one split, each leaves (acc, l, m) in the work space, and they are
+merged in the splits' order: out = sum_i exp(m_i - m) acc_i / sum_i exp(m_i - m) l_i. Few requests
+are split as often as fills the device, and a second kernel, with a program for every row, merges
+them. Of many requests only long ones are split, so that no program takes much longer than the
+others; the one of a block that is done last merges its splits.
 Lengths, slots and mask words are read on the device and the grid comes from bounds that the host
 knows, so a launch can be replayed in a CUDA graph while lengths grow.
 """
@@ -26,10 +28,14 @@ from sgl_spec_kernels.tree_attn_kernels import merge_kernel, tree_attn_kernel
 TILES = {"split": (64, 4, 3), "whole": (32, 4, 3), "chunk": (64, 4, 3)}
 """KV columns at a time, warps and stages of trees whose columns are split, of those whose columns
 are not, and of chunks of prompts. Best on an H200 with heads of 128, by `bench kernels --sweep`."""
-MIN_SPLIT = 64  # least columns of a split
+MIN_SPLIT = 64  # least columns of a split, where all requests are split
 MAX_SPLITS = 32
+LONG_SPLIT = 256  # the same where the long ones are
+LONG_SPLITS = 4
 _PROGRAMS = 264  # two for each multiprocessor of an H200
+_MOST_SPLIT_ROWS = 1 << 15  # more programs are balanced by their number
 _LEAST_ROWS, _MOST_ROWS = 16, 64  # of a block
+MOST_TREE = 64  # rows of a request that have mask words, whose bits they are
 _LOG2_E = 1.4426950408889634
 
 
@@ -37,11 +43,41 @@ _LOG2_E = 1.4426950408889634
 class AttnWork:
     """Where splits leave their parts. One launch at a time may use it.
 
-    part: [rows * head_dim] float32. stats: [rows * 2] float32.
+    part: [rows * head_dim] float32. stats: [rows * 2] float32. arrived: [blocks] int32, splits that
+    are done; zero between launches.
     """
 
     part: Tensor
     stats: Tensor
+    arrived: Tensor
+
+    @classmethod
+    def of(cls, rows: int, head_dim: int, device: torch.device | str) -> AttnWork:
+        """Room for so many rows of parts; see `AttnGrid.work_rows`."""
+        width = triton.next_power_of_2(head_dim)
+        return cls(
+            part=torch.empty(rows * width, dtype=torch.float32, device=device),
+            stats=torch.empty(rows * 2, dtype=torch.float32, device=device),
+            arrived=torch.zeros(rows // _LEAST_ROWS, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AttnGrid:
+    """block_m: rows of a block. row_blocks: of a request and a KV head. splits: at most, of
+    min_split columns at least. merges: whether the last program of a block merges its splits."""
+
+    block_m: int
+    row_blocks: int
+    splits: int
+    min_split: int
+    merges: bool
+
+    def work_rows(self, batch: int, kv_heads: int) -> int:
+        """Rows of parts that a launch leaves in the work space."""
+        if self.splits == 1:
+            return _LEAST_ROWS
+        return self.splits * batch * kv_heads * self.row_blocks * self.block_m
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +93,22 @@ class AttnPlan:
     tree_lens: Tensor | None
     heads_per_kv: int
     most_rows: int
-    block_m: int
-    row_blocks: int
-    splits: int
+    grid: AttnGrid
     work: AttnWork
 
 
-def attn_grid(batch: int, kv_heads: int, max_q_len: int, heads_per_kv: int) -> tuple[int, int, int]:
-    """(rows of a block, blocks, splits) for `batch` requests of up to max_q_len rows."""
+def attn_grid(batch: int, kv_heads: int, max_q_len: int, heads_per_kv: int) -> AttnGrid:
+    """The grid for `batch` requests of up to max_q_len rows."""
     rows = max_q_len * heads_per_kv
     block_m = min(max(triton.next_power_of_2(rows), _LEAST_ROWS), _MOST_ROWS)
     row_blocks = triton.cdiv(rows, block_m)
-    splits = _PROGRAMS // (batch * kv_heads * row_blocks)
-    return block_m, row_blocks, min(max(splits, 1), MAX_SPLITS)
+    programs = batch * kv_heads * row_blocks
+    splits = min(_PROGRAMS // programs, MAX_SPLITS)
+    if splits > 2:
+        return AttnGrid(block_m, row_blocks, splits, MIN_SPLIT, merges=False)
+    # The programs of a prompt's chunk are many, and as long as each other.
+    long = max_q_len <= MOST_TREE and programs * block_m <= _MOST_SPLIT_ROWS
+    return AttnGrid(block_m, row_blocks, LONG_SPLITS if long else 1, LONG_SPLIT, merges=True)
 
 
 def attn_work(
@@ -81,15 +120,9 @@ def attn_work(
     device: torch.device | str,
 ) -> AttnWork:
     """Work space for launches of this shape; those of a smaller batch need no more."""
-    rows = 1
-    for size in range(1, batch + 1):
-        block_m, row_blocks, splits = attn_grid(size, kv_heads, max_q_len, heads_per_kv)
-        if splits > 1:
-            rows = max(rows, splits * size * kv_heads * row_blocks * block_m)
-    return AttnWork(
-        part=torch.empty(rows * triton.next_power_of_2(head_dim), device=device),
-        stats=torch.empty(rows * 2, device=device),
-    )
+    grids = (attn_grid(size, kv_heads, max_q_len, heads_per_kv) for size in range(1, batch + 1))
+    rows = max(grid.work_rows(size, kv_heads) for size, grid in enumerate(grids, start=1))
+    return AttnWork.of(rows, head_dim, device)
 
 
 def plan_tree_attn(
@@ -110,7 +143,7 @@ def plan_tree_attn(
     max_q_len: bound on the rows of a request. work: of `attn_work`, for at least this shape.
     """
     assert tree_lens is None or mask_words is not None, "a causal chunk has no tree before it"
-    assert mask_words is None or max_q_len <= 64, f"{max_q_len} rows, a mask word has 64 bits"
+    assert mask_words is None or max_q_len <= MOST_TREE, f"{max_q_len} rows, a word has 64 bits"
     assert req_to_token.stride(1) == 1, "a table row must be contiguous"
     assert req_to_token.dtype == torch.int32
     assert mask_words is None or mask_words.dtype == torch.int64
@@ -118,7 +151,6 @@ def plan_tree_attn(
         assert ints.is_contiguous(), f"{name} must be contiguous"
     batch = rows.shape[0]
     assert q_starts.shape[0] == batch + 1
-    block_m, row_blocks, splits = attn_grid(batch, kv_heads, max_q_len, heads_per_kv)
     return AttnPlan(
         req_to_token,
         rows,
@@ -128,9 +160,7 @@ def plan_tree_attn(
         tree_lens,
         heads_per_kv,
         max_q_len * heads_per_kv,
-        block_m,
-        row_blocks,
-        splits,
+        attn_grid(batch, kv_heads, max_q_len, heads_per_kv),
         work,
     )
 
@@ -147,19 +177,19 @@ def tree_attn(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttnPlan, scale
     _check(q, k_cache, v_cache, plan)
     block_d = triton.next_power_of_2(dim)
     out = torch.empty(num_tokens, heads * dim, dtype=q.dtype, device=q.device)
-    work, batch = plan.work, plan.rows.shape[0]
+    work, grid, batch = plan.work, plan.grid, plan.rows.shape[0]
     block_n, warps, stages = _tile(plan, block_d, q.element_size())
     shared = {
         "GROUP": plan.heads_per_kv,
         "DIM": dim,
         "BLOCK_D": block_d,
-        "BLOCK_M": plan.block_m,
+        "BLOCK_M": grid.block_m,
         "BLOCK_N": block_n,
         "CAUSAL": plan.mask_words is None,
         "HAS_TREE": plan.tree_lens is not None,
         **chained(q.device),
     }
-    tree_attn_kernel[(kv_heads * plan.row_blocks, plan.splits, batch)](
+    tree_attn_kernel[(kv_heads * grid.row_blocks, grid.splits, batch)](
         q,
         k_cache,
         v_cache,
@@ -172,17 +202,19 @@ def tree_attn(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttnPlan, scale
         plan.tree_lens,
         work.part,
         work.stats,
+        work.arrived,
         scale * _LOG2_E,
         plan.req_to_token.stride(0),
         q.stride(0),
         k_cache.stride(0),
-        plan.row_blocks,
-        MIN_SPLIT,
+        grid.row_blocks,
+        grid.min_split,
+        MERGES=grid.merges and grid.splits > 1,
         num_warps=warps,
         num_stages=stages,
         **shared,
     )
-    if plan.splits > 1:
+    if grid.splits > 1 and not grid.merges:
         merge_kernel[(kv_heads * plan.most_rows, batch)](
             work.part,
             work.stats,
@@ -190,12 +222,12 @@ def tree_attn(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttnPlan, scale
             plan.prefix_lens,
             plan.q_starts,
             plan.tree_lens,
-            plan.row_blocks,
-            plan.splits,
-            MIN_SPLIT,
+            grid.row_blocks,
+            grid.splits,
+            grid.min_split,
             kv_heads,
-            MOST_SPLITS=triton.next_power_of_2(plan.splits),
-            num_warps=2 if plan.splits <= 8 else 4,
+            MOST_SPLITS=triton.next_power_of_2(grid.splits),
+            num_warps=2 if grid.splits <= 8 else 4,
             **shared,
         )
     return out
@@ -209,7 +241,7 @@ def _tile(plan: AttnPlan, block_d: int, item: int) -> tuple[int, int, int]:
         return 32, 8, 2
     if plan.most_rows > 64 * plan.heads_per_kv:
         return TILES["chunk"]
-    return TILES["split" if plan.splits > 1 else "whole"]
+    return TILES["whole" if plan.grid.merges else "split"]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan) -> None:
@@ -221,7 +253,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan) -> None:
     assert q.stride()[1:] == (dim, 1), "a row's heads must be contiguous"
     assert k.stride() == v.stride(), "k and v must be laid out alike"
     assert k.stride()[1:] == (dim, 1), "a slot's heads must be contiguous"
-    blocks = plan.rows.shape[0] * kv_heads * plan.row_blocks
-    rows = plan.splits * blocks * plan.block_m
-    assert plan.splits == 1 or plan.work.stats.numel() >= 2 * rows, "the work space is too small"
-    assert plan.splits == 1 or plan.work.part.numel() >= rows * triton.next_power_of_2(dim)
+    rows = plan.grid.work_rows(plan.rows.shape[0], kv_heads)
+    assert plan.work.stats.numel() >= 2 * rows, "the work space is too small"
+    assert plan.work.part.numel() >= rows * triton.next_power_of_2(dim), "it is for other heads"

@@ -93,6 +93,28 @@ def _splits(
     return length, share, tl.cdiv(length, share)
 
 
+@triton.jit
+def _merged(part, part_stats, first, between, splits, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(acc, total) of a block's splits, in their order whichever of them was done last. first:
+    [BLOCK_M] the rows of split 0; between: rows from one split to the next."""
+    dims = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    best = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    for split in range(splits):
+        mine = first + split * between
+        m = tl.load(part_stats + mine * 2, cache_modifier=".cg")
+        l = tl.load(part_stats + mine * 2 + 1, cache_modifier=".cg")  # noqa: E741
+        higher = tl.maximum(best, m)
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        old, new = tl.exp2(best - level), tl.exp2(m - level)
+        parts = tl.load(part + mine[:, None] * BLOCK_D + dims[None, :], cache_modifier=".cg")
+        acc = acc * old[:, None] + parts * new[:, None]
+        total = total * old + l * new
+        best = higher
+    return acc, total
+
+
 @triton.jit(do_not_specialize=["row_blocks"])  # chunks of prompts have any length
 def tree_attn_kernel(
     q,
@@ -107,6 +129,7 @@ def tree_attn_kernel(
     tree_lens,
     part,
     part_stats,
+    arrived,
     scale,
     table_stride,
     q_stride,
@@ -120,6 +143,7 @@ def tree_attn_kernel(
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_TREE: tl.constexpr,
+    MERGES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     chain(CHAINED)
@@ -184,12 +208,25 @@ def tree_attn_kernel(
         kv_stride, scale, True, CAUSAL, DIM, BLOCK_D, BLOCK_N,
     )  # fmt: skip
 
+    done = used_splits == 1
     if used_splits > 1:
         group = (request * row_blocks + block) * kv_heads + kv_head
-        mine = (split * tl.num_programs(2) * row_blocks * kv_heads + group) * BLOCK_M + rows
-        tl.store(part_stats + mine * 2, best, mask=live)
-        tl.store(part_stats + mine * 2 + 1, total, mask=live)
-        tl.store(part + mine[:, None] * BLOCK_D + dims[None, :], acc, mask=live[:, None])
+        between = tl.num_programs(2) * row_blocks * kv_heads * BLOCK_M
+        first = group * BLOCK_M + rows
+        mine = split * between + first
+        kept = live | MERGES  # a merge here reads whole blocks, rows of nobody as well
+        tl.store(part_stats + mine * 2, best, mask=kept)
+        tl.store(part_stats + mine * 2 + 1, total, mask=kept)
+        tl.store(part + mine[:, None] * BLOCK_D + dims[None, :], acc, mask=kept[:, None])
+        if MERGES:  # whoever comes last
+            tl.debug_barrier()
+            done = tl.atomic_add(arrived + group, 1, sem="acq_rel") == used_splits - 1
+            if done:
+                tl.store(arrived + group, 0)
+                acc, total = _merged(
+                    part, part_stats, first, between, used_splits, BLOCK_M, BLOCK_D
+                )
+    if not done:
         return
     # A row whose word is empty and that has no prefix sees nothing: 0, not NaN.
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
@@ -115,8 +114,8 @@ class TritonAttention:
     def _need(self, batch: int, q_len: int) -> int:
         """Rows of parts in a work space for this shape."""
         heads = self._heads
-        block_m, row_blocks, splits = attn_grid(batch, heads.kv_heads, q_len, heads.heads_per_kv)
-        return splits * batch * heads.kv_heads * row_blocks * block_m if splits > 1 else 1
+        grid = attn_grid(batch, heads.kv_heads, q_len, heads.heads_per_kv)
+        return grid.work_rows(batch, heads.kv_heads)
 
     def _grow(self, rows: int) -> None:
         if rows <= self._rows:
@@ -125,13 +124,7 @@ class TritonAttention:
         assert not is_capturing(device), "reserve() must come before the capture of such a forward"
         # In large steps, since what a graph may use is never given back.
         self._rows = max(rows, 2 * self._rows)
-        width = triton.next_power_of_2(self._heads.head_dim)
-        self._works.append(
-            AttnWork(
-                part=torch.empty(self._rows * width, dtype=torch.float32, device=device),
-                stats=torch.empty(self._rows * 2, dtype=torch.float32, device=device),
-            )
-        )
+        self._works.append(AttnWork.of(self._rows, self._heads.head_dim, device))
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -59,6 +59,16 @@ LARGE = {
     "filler rows": Case(
         "what no one wrote", [(500, 0, 8), (1, 9, 3), (0, 30, 33)], heads=32, kv_heads=8, fillers=2
     ),
+    "many requests": Case(
+        "long ones that are merged by the program that is last",
+        [(n % 1700, 0, 1 + n % 4) for n in range(7, 5000, 113)],
+        heads=32,
+        kv_heads=8,
+        dim=128,
+    ),
+    "many wide requests": Case(
+        "the same, blocks of 64 rows", [(37 * n, 0, 16) for n in range(40)], 32, 8, 128
+    ),
     "one request": Case("many splits", [(7777, 0, 5)], heads=32, kv_heads=8, dim=128),
     "chunks": Case(
         "causal blocks", [(0, 0, 700), (333, 0, 257), (64, 0, 1)], 32, 8, 128, tree=False
@@ -115,6 +125,19 @@ def run(case: Case, dtype: torch.dtype, device: str, seed: int) -> tuple[Tensor,
     assert torch.equal(found, again), "two launches differ"
     twin = tree_attn_ref.plan_tree_attn(*args, heads_per_kv=group, dtype=torch.float32)
     return found, tree_attn_ref.tree_attn(q32, k32, v32, twin, scale)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("name", [name for name, case in SMALL.items() if case.tree])
+def test_the_last_program_merges(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_attn, "_tile", lambda *_: (16, 4, 2))
+    monkeypatch.setattr(tree_attn, "LONG_SPLIT", 32)
+    monkeypatch.setattr(tree_attn, "_PROGRAMS", 0)
+    monkeypatch.setattr(tree_attn, "_MOST_ROWS", 16)
+    assert tree_attn.attn_grid(2, 2, 3, 2).merges
+    case = SMALL[name]
+    found, expected = run(case, torch.float32, "cpu", seed=3)
+    assert relative_error(found, expected) < 1e-6, case.catches
 
 
 @INTERPRETED
