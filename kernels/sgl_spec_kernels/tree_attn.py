@@ -25,12 +25,13 @@ from torch import Tensor
 from sgl_spec_kernels.chain import chained
 from sgl_spec_kernels.tree_attn_kernels import merge_kernel, tree_attn_kernel
 
-TILES = {"split": (64, 4, 3), "whole": (32, 4, 3), "chunk": (64, 4, 3)}
-"""KV columns at a time, warps and stages of trees whose columns are split, of those whose columns
-are not, and of chunks of prompts. Best on an H200 with heads of 128, by `bench kernels --sweep`."""
+TILES = {"split": (64, 4, 3), "long": (32, 4, 3), "long, wide": (64, 4, 3), "chunk": (64, 4, 3)}
+"""KV columns at a time, warps and stages: where all requests are split, where only long ones are,
+with blocks of 16 rows and of more, and for chunks of prompts. Best on an H200 with heads of 128, by
+`bench kernels --sweep`."""
 MIN_SPLIT = 64  # least columns of a split, where all requests are split
 MAX_SPLITS = 32
-LONG_SPLIT = 256  # the same where the long ones are
+LONG_SPLIT, LONG_SPLIT_WIDE = 256, 384  # the same where long ones are
 LONG_SPLITS = 4
 _PROGRAMS = 264  # two for each multiprocessor of an H200
 _MOST_SPLIT_ROWS = 1 << 15  # more programs are balanced by their number
@@ -108,7 +109,8 @@ def attn_grid(batch: int, kv_heads: int, max_q_len: int, heads_per_kv: int) -> A
         return AttnGrid(block_m, row_blocks, splits, MIN_SPLIT, merges=False)
     # The programs of a prompt's chunk are many, and as long as each other.
     long = max_q_len <= MOST_TREE and programs * block_m <= _MOST_SPLIT_ROWS
-    return AttnGrid(block_m, row_blocks, LONG_SPLITS if long else 1, LONG_SPLIT, merges=True)
+    least = LONG_SPLIT if block_m == _LEAST_ROWS else LONG_SPLIT_WIDE
+    return AttnGrid(block_m, row_blocks, LONG_SPLITS if long else 1, least, merges=True)
 
 
 def attn_work(
@@ -241,7 +243,9 @@ def _tile(plan: AttnPlan, block_d: int, item: int) -> tuple[int, int, int]:
         return 32, 8, 2
     if plan.most_rows > 64 * plan.heads_per_kv:
         return TILES["chunk"]
-    return TILES["whole" if plan.grid.merges else "split"]
+    if not plan.grid.merges:
+        return TILES["split"]
+    return TILES["long" if plan.grid.block_m == _LEAST_ROWS else "long, wide"]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan) -> None:

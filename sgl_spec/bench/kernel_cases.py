@@ -4,7 +4,7 @@ place. `tree_cases` has the kernels of drafting and sampling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,9 @@ TREES = [
     (48, 8, 2000),
     (1, 8, 16000),
 ]
+# requests, rows of each, cached tokens by turns
+_UNEQUAL = (100, 100, 100, 700, 800)
+MIXED = [(batch, rows, _UNEQUAL) for batch, rows in ((24, 1), (48, 1), (48, 4), (48, 8))]
 NORMED = (1, 8, 48, 64, 96, 192, 384)  # rows
 _BF16 = torch.bfloat16
 
@@ -67,6 +70,8 @@ def model_cases() -> Iterator[Case]:
             yield linear(name, rows, outputs, inputs)
     for shape in TREES:
         yield attention(*shape)
+    for batch, q_len, lengths in MIXED:
+        yield attention_mixed(batch, q_len, lengths)
     for tokens in (512, 2048, 8192):
         yield chunk(tokens)
     for rows in NORMED:
@@ -85,16 +90,16 @@ def rand(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype or _BF16)
 
 
-def _attn_call(q: Tensor, batch: int, q_len: int, length: int, *, causal: bool) -> Call:
-    """Attention of q [batch * q_len, HEADS, DIM] over a cache of its own whose slots are
-    scattered."""
-    columns, group = length + q_len, HEADS // KV_HEADS
+def _attn_call(q: Tensor, q_len: int, lengths: Sequence[int], *, causal: bool) -> Call:
+    """Attention of q [B * q_len, HEADS, DIM], behind so many tokens of each request, over a cache
+    of its own whose slots are scattered."""
+    batch, columns, group = len(lengths), max(lengths) + q_len, HEADS // KV_HEADS
     kv = rand(2, batch * columns, KV_HEADS, DIM)
     words = ((2 << torch.arange(q_len, device=DEVICE)) - 1).repeat(batch)
     plan = tree_attn.plan_tree_attn(
         torch.randperm(batch * columns, device=DEVICE).view(batch, -1).int(),
         torch.arange(batch, device=DEVICE),
-        torch.full((batch,), length, device=DEVICE),
+        torch.tensor(lengths, device=DEVICE),
         torch.arange(batch + 1, device=DEVICE) * q_len,
         None if causal else words,
         heads_per_kv=group,
@@ -105,8 +110,9 @@ def _attn_call(q: Tensor, batch: int, q_len: int, length: int, *, causal: bool) 
     return lambda: tree_attn.tree_attn(q, kv[0], kv[1], plan, DIM**-0.5)
 
 
-def _attn_bytes(batch: int, q_len: int, length: int) -> int:
-    return 4 * batch * DIM * ((length + q_len) * KV_HEADS + q_len * HEADS)
+def _attn_bytes(q_len: int, lengths: Sequence[int]) -> int:
+    columns = sum(length + q_len for length in lengths)
+    return 4 * DIM * (columns * KV_HEADS + len(lengths) * q_len * HEADS)
 
 
 def attention(batch: int, q_len: int, length: int) -> Case:
@@ -115,7 +121,7 @@ def attention(batch: int, q_len: int, length: int) -> Case:
 
     def prepare() -> Call:
         q = rand(batch * q_len, HEADS, DIM)
-        return _attn_call(q, batch, q_len, length, causal=False)
+        return _attn_call(q, q_len, [length] * batch, causal=False)
 
     def baseline() -> Call:
         """Contiguous keys and a dense mask: less than a server has to do."""
@@ -125,14 +131,25 @@ def attention(batch: int, q_len: int, length: int) -> Case:
         return lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
 
     name = f"attention {batch} x {q_len}, {length} cached"
-    return Case(name, _attn_bytes(batch, q_len, length), prepare, baseline)
+    return Case(name, _attn_bytes(q_len, [length] * batch), prepare, baseline)
+
+
+def attention_mixed(batch: int, q_len: int, lengths: Sequence[int]) -> Case:
+    """Rows of `batch` requests over cached tokens of these lengths, by turns."""
+    each = [lengths[i % len(lengths)] for i in range(batch)]
+
+    def prepare() -> Call:
+        return _attn_call(rand(batch * q_len, HEADS, DIM), q_len, each, causal=False)
+
+    name = f"attention {batch} x {q_len}, {min(lengths)} to {max(lengths)} cached"
+    return Case(name, _attn_bytes(q_len, each), prepare)
 
 
 def chunk(tokens: int) -> Case:
     """Causal attention of the first chunk of a prompt."""
 
     def prepare() -> Call:
-        return _attn_call(rand(tokens, HEADS, DIM), 1, tokens, 0, causal=True)
+        return _attn_call(rand(tokens, HEADS, DIM), tokens, [0], causal=True)
 
     def baseline() -> Call:
         k, v = rand(2, 1, KV_HEADS, tokens, DIM)
@@ -140,7 +157,7 @@ def chunk(tokens: int) -> Case:
         return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     flops = 2.0 * tokens * (tokens + 1) * HEADS * DIM
-    return Case(f"prompt of {tokens}", _attn_bytes(1, tokens, 0), prepare, baseline, flops)
+    return Case(f"prompt of {tokens}", _attn_bytes(tokens, [0]), prepare, baseline, flops)
 
 
 def linear(name: str, rows: int, outputs: int, inputs: int, shape: GemmShape | None = None) -> Case:
@@ -263,7 +280,7 @@ def layer(batch: int, q_len: int, length: int) -> Case:
         cos, sin, cache = angles.cos(), angles.sin(), rand(2, 4096, KV_HEADS, DIM)
         slots = torch.randperm(4096, device=DEVICE)[:rows]
         q = torch.empty(rows, HEADS, DIM, dtype=_BF16, device=DEVICE)
-        attend = _attn_call(q, batch, q_len, length, causal=False)
+        attend = _attn_call(q, q_len, [length] * batch, causal=False)
 
         def call() -> None:
             qkv = linear(rms_norm(x, norm_w, 1e-5, stream), qkv_w, work)
@@ -276,7 +293,7 @@ def layer(batch: int, q_len: int, length: int) -> Case:
         return call
 
     weights = sum(outputs * inputs for outputs, inputs in shapes)
-    moved = 2 * weights + _attn_bytes(batch, q_len, length)
+    moved = 2 * weights + _attn_bytes(q_len, [length] * batch)
     name = f"layer {batch} x {q_len}, {length} cached"
     flops = 2.0 * rows * weights
     return Case(

@@ -19,11 +19,13 @@ from triton.runtime.errors import OutOfResources
 
 from sgl_spec.bench.kernel_cases import (
     LINEARS,
+    MIXED,
     NORMED,
     TREES,
     Call,
     Case,
     attention,
+    attention_mixed,
     chunk,
     layer,
     norm,
@@ -101,20 +103,28 @@ _TILES = [
 def sweep_attention(timed: Timer) -> list[dict[str, Any]]:
     """Times under other constants of `tree_attn`."""
     found: list[dict[str, Any]] = []
-    cases = [attention(*shape) for shape in TREES if shape[2] != 2000]
-    before = dict(tree_attn.TILES), tree_attn.MIN_SPLIT, tree_attn._PROGRAMS
+    names = ("MIN_SPLIT", "_PROGRAMS", "LONG_SPLIT", "LONG_SPLIT_WIDE")
+    before = dict(tree_attn.TILES), [getattr(tree_attn, name) for name in names]
+    few = [attention(*shape) for shape in TREES if shape[0] < 48]
+    many = [attention_mixed(*shape) for shape in MIXED]
     for tile, min_split, programs in product(_TILES, (64, 128), (264, 528)):
-        tree_attn.TILES |= {"split": tile, "whole": tile}
+        tree_attn.TILES["split"] = tile
         tree_attn.MIN_SPLIT, tree_attn._PROGRAMS = min_split, programs
         constants = {"tile": tile, "min_split": min_split, "programs": programs}
-        for case in cases:
-            found.append({"kernel": case.name, "us": _timed(timed, case, 8)} | constants)
+        found += [{"kernel": case.name, "us": _timed(timed, case, 8)} | constants for case in few]
+    tree_attn._PROGRAMS = before[1][1]
+    for tile, long_split in product(_TILES, (128, 256, 384)):
+        tree_attn.TILES |= {"long": tile, "long, wide": tile}
+        tree_attn.LONG_SPLIT = tree_attn.LONG_SPLIT_WIDE = long_split
+        constants = {"tile": tile, "long_split": long_split}
+        found += [{"kernel": case.name, "us": _timed(timed, case, 8)} | constants for case in many]
     for tokens, tile in product((512, 2048, 8192), _TILES):
         tree_attn.TILES["chunk"] = tile
         case = chunk(tokens)
         found.append({"kernel": case.name, "us": _timed(timed, case, 2), "tile": tile})
     tree_attn.TILES.update(before[0])
-    tree_attn.MIN_SPLIT, tree_attn._PROGRAMS = before[1:]
+    for name, value in zip(names, before[1], strict=True):
+        setattr(tree_attn, name, value)
     for name in dict.fromkeys(row["kernel"] for row in found):
         rows = [row for row in found if row["kernel"] == name]
         say(str(sorted(rows, key=lambda row: float(row["us"]))[:3]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def main(argv: Sequence[str]) -> None:
         "conditions": provenance(["python", "-m", "sgl_spec.bench", "kernels", *argv], seed=0),
         "bandwidth": bandwidth,
         "constants": {
-            "attention": [tree_attn.TILES, tree_attn.MIN_SPLIT, tree_attn._PROGRAMS],
+            "attention": [tree_attn.TILES, asdict(tree_attn.attn_grid(48, 8, 4, 4))],
             "products": {str(size): repr(shapes) for size, shapes in TUNED.items()},
         },
         "rows": rows,

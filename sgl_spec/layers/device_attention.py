@@ -115,7 +115,8 @@ class TritonAttention:
         """Rows of parts in a work space for this shape."""
         heads = self._heads
         grid = attn_grid(batch, heads.kv_heads, q_len, heads.heads_per_kv)
-        return grid.work_rows(batch, heads.kv_heads)
+        rows: int = grid.work_rows(batch, heads.kv_heads)
+        return rows
 
     def _grow(self, rows: int) -> None:
         if rows <= self._rows:
