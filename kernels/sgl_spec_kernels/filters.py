@@ -185,7 +185,8 @@ def _cut(
     row, head, total, size, enough, floor, vocab, top, t, top_k, top_p, min_p,
     HEAD: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The cut of a row. total: its mass. enough: the prefix surely ends above the floor."""
+    """The cut of a row, and the size of its head, -1 where the cut lies elsewhere. total: the row's
+    mass. enough: the prefix surely ends above the floor."""
     listed = (size <= HEAD) & enough
     size = tl.where(listed, size, vocab)
     lowest = tl.maximum(tl.where(enough, floor, top - t * _WEIGHTLESS), LOWEST)
@@ -208,7 +209,7 @@ def _cut(
                 row, head, size, listed, top, t, bad, bad, bad, BLOCK
             )
         step += 1
-    return cut
+    return cut, tl.where(listed, size, -1)
 
 
 @triton.jit
@@ -244,7 +245,7 @@ def _token_cuts(
     top, floor = tl.load(marks + slot * 2), tl.load(marks + slot * 2 + 1)
     size = tl.load(sizes + slot)
     if there:
-        cut = tl.full([], _EVERYTHING, tl.int64)
+        cut, held_in = tl.full([], _EVERYTHING, tl.int64), size * 0 - 1
         if narrows & (top > float("-inf")) & (top < float("inf")):
             guessed = (top_p < 1) & (top_k >= vocab)
             lane = tl.arange(0, LANES)
@@ -254,16 +255,18 @@ def _token_cuts(
             held = tl.sum(tl.load(both + 1, mask=mine, other=0), 0)
             enough = (guessed == 0) | (held.to(tl.float64) >= total.to(tl.float64) * top_p)
             head = keys + slot.to(tl.int64) * (HEAD + FEW)
-            cut = _cut(
+            cut, held_in = _cut(
                 row, head, total, size, enough | (min_p >= _SURE), floor, vocab, top, t,
                 top_k, top_p, min_p, HEAD, FEW, BLOCK,
             )  # fmt: skip
         tl.store(cuts + slot, cut)
+        tl.store(sizes + slot, held_in)
 
 
 @dataclass(frozen=True, slots=True)
 class CutHeads:
-    """Work space of one launch at a time.
+    """Work space of one launch at a time, and what it leaves: of row i, all that is kept is among
+    the first sizes[i] of keys[i], unless that is -1.
 
     keys: [rows, HEAD + FEW] int64, where the tops of groups lie before there are keys. sizes:
     [rows] int32. masses: [rows, MOST_CHUNKS, 2] int64. marks: [rows, 2] float32.

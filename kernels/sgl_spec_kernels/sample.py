@@ -5,8 +5,8 @@
 
 E: the noise of (seed, position, token). The score is float64, so that neither the size of x / T nor
 a batch of other rows decides a draw; equal scores go to the lower id. A row's draw depends on its
-logits, its parameters and (seed, position) alone. Programs take chunks of the vocabulary; the last
-of a row to finish merges them.
+logits, its parameters and (seed, position) alone. Programs take chunks of the vocabulary, or of the
+few tokens that filters may keep; the last of a row to finish merges them.
 
 Two ways to walk. `draw_all`: every node is drawn in one launch, then the paths are followed: least
 latency for few rows. `draw_walk`: a launch per level draws only the nodes where the walks stand,
@@ -23,9 +23,18 @@ import triton.language as tl
 from torch import Tensor
 
 from sgl_spec_kernels.chain import chain, chained
-from sgl_spec_kernels.noise import falling_key, gumbel, noise_bits, row_keys
+from sgl_spec_kernels.filters import CutHeads
+from sgl_spec_kernels.noise import (
+    falling_key,
+    gumbel,
+    key_index,
+    key_value,
+    noise_bits,
+    row_keys,
+)
 
 BLOCK = 4096  # tokens of a program
+_EVERYTHING = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
 @triton.jit
@@ -39,10 +48,53 @@ def _child(parents, tokens, request, node, drawn, count, WIDTH: tl.constexpr, LA
     return tl.where(child < LANES, child, -1)
 
 
+@triton.jit
+def _share(row, heads, slot, held, chunk, vocab, BLOCK: tl.constexpr, ROOM: tl.constexpr):
+    """(logits, tokens, which there are) of a program: its part of the row's head where that holds
+    all that is kept, of the row otherwise."""
+    index = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside, token = index < vocab, index
+    if ROOM > 0:
+        if held >= 0:
+            inside = index < held
+            key = tl.load(heads + slot.to(tl.int64) * ROOM + index, mask=inside, other=0)
+            token = key_index(key).to(tl.int32)
+            x = tl.where(inside, key_value(key), float("-inf"))
+        else:
+            x = tl.load(row + index, mask=inside, other=float("-inf")).to(tl.float32)
+    else:
+        x = tl.load(row + index, mask=inside, other=float("-inf")).to(tl.float32)
+    return x, token, inside
+
+
+@triton.jit
+def _scored(x, token, t, position, seed, cut):
+    """Scores of tokens at temperature t, -inf of those behind the cut."""
+    score = x.to(tl.float64)
+    if t > 0:
+        first, second = row_keys(seed, position)
+        score = score * (1.0 / t.to(tl.float64)) + gumbel(noise_bits(first, second, token))
+        score = tl.where(falling_key(x, token) <= cut, score, float("-inf"))
+    return score
+
+
+@triton.jit
+def _merged(scores, ids, count, vocab, MERGED: tl.constexpr):
+    """The winner of the parts that `count` programs left."""
+    one = tl.arange(0, MERGED)
+    there = one < count
+    # Other multiprocessors wrote these: past the L1 cache.
+    score = tl.load(scores + one, mask=there, other=float("-inf"), cache_modifier=".cg")
+    token = tl.load(ids + one, mask=there, other=vocab, cache_modifier=".cg")
+    return tl.min(tl.where(score == tl.max(score, 0), token, vocab), 0)
+
+
 @triton.jit(do_not_specialize=["level"])
 def _draw(
     logits,
     cuts,
+    heads,
+    sizes,
     row_offsets,
     seed,
     temperature,
@@ -70,6 +122,7 @@ def _draw(
     WALK: tl.constexpr,
     SAMPLED: tl.constexpr,
     HAS_CUTS: tl.constexpr,
+    ROOM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     chain(CHAINED)
@@ -85,36 +138,35 @@ def _draw(
     if (node < 0) | (node >= count):
         return
     at = (tl.load(row_offsets + request) + node).to(tl.int64)
-    token = chunk * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocab
-    x = tl.load(logits + at * row_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
-    score = x.to(tl.float64)
-    if SAMPLED:
-        t = tl.load(temperature + request)
-        if t > 0:
-            position = tl.load(committed_lens + request) + depth + 1
-            first, second = row_keys(tl.load(seed + request), position)
-            score = score * (1.0 / t.to(tl.float64)) + gumbel(noise_bits(first, second, token))
+    slot, held, last = request * WIDTH + node, node * 0 - 1, node * 0 + CHUNKS
+    if ROOM > 0:
+        held = tl.load(sizes + slot)
+        if not WALK:  # all programs of a walk arrive, so that each has read where it stands
+            last = tl.where(held < 0, CHUNKS, tl.cdiv(held, BLOCK))
+    if chunk >= last:
+        return
+    best, winner = tl.full([], float("-inf"), tl.float64), chunk * 0 + vocab
+    if (held < 0) | (chunk * BLOCK < held):
+        part = logits + at * row_stride
+        x, token, inside = _share(part, heads, slot, held, chunk, vocab, BLOCK, ROOM)
+        score = x.to(tl.float64)
+        if SAMPLED:
+            t, cut = tl.load(temperature + request), tl.full([], _EVERYTHING, tl.int64)
             if HAS_CUTS:
-                kept = falling_key(x, token) <= tl.load(cuts + request * WIDTH + node)
-                score = tl.where(kept, score, float("-inf"))
-    best = tl.max(score, 0)
-    winner = tl.min(tl.where(inside & (score == best), token, vocab), 0)
+                cut = tl.load(cuts + slot)
+            position = tl.load(committed_lens + request) + depth + 1
+            score = _scored(x, token, t, position, tl.load(seed + request), cut)
+        best = tl.max(score, 0)
+        winner = tl.min(tl.where(inside & (score == best), token, vocab), 0)
     if CHUNKS > 1:
         tl.store(part_scores + row * CHUNKS + chunk, best)
         tl.store(part_ids + row * CHUNKS + chunk, winner)
         tl.debug_barrier()  # the part is written before it is announced
-        if tl.atomic_add(arrived + row, 1) < CHUNKS - 1:
+        if tl.atomic_add(arrived + row, 1) < last - 1:
             return
         tl.store(arrived + row, 0)  # as the next launch needs it
-        one = tl.arange(0, MERGED)
-        there = one < CHUNKS
-        mine = row * CHUNKS + one
-        # Other multiprocessors wrote these: past the L1 cache.
-        score = tl.load(part_scores + mine, mask=there, other=float("-inf"), cache_modifier=".cg")
-        ids = tl.load(part_ids + mine, mask=there, other=vocab, cache_modifier=".cg")
-        best = tl.max(score, 0)
-        winner = tl.min(tl.where(score == best, ids, vocab), 0)
+        mine = row * CHUNKS
+        winner = _merged(part_scores + mine, part_ids + mine, last, vocab, MERGED)
     winner = tl.where(winner < vocab, winner, 0).to(tl.int64)  # of a row of NaN
     if WALK:
         child = _child(parents, tokens, request, node, winner, count, WIDTH, LANES)
@@ -196,7 +248,7 @@ class Trees:
     tokens, parents, depths: [B, N] int64. num_nodes: [B] int64. logits: [T, V], adjusted by
     whatever comes before temperature; node j of request i is row row_offsets[i] + j. row_offsets,
     committed_lens, seed: [B] int64. temperature: [B] float32, None where all are 0. cuts: [B, N]
-    int64 of `filters.token_cuts`, None where no request filters.
+    int64 of `filters.token_cuts`, and the heads it left, None where no request filters.
     """
 
     tokens: Tensor
@@ -209,6 +261,7 @@ class Trees:
     seed: Tensor
     temperature: Tensor | None
     cuts: Tensor | None = None
+    heads: CutHeads | None = None
 
 
 def draw_all(trees: Trees, out: Walked) -> None:
@@ -242,12 +295,15 @@ def _launch(trees: Trees, out: Walked, level: int, *, walk: bool) -> None:
     assert trees.logits.stride(1) == 1, "a row of logits must be contiguous"
     for name in ("tokens", "parents", "depths"):
         assert getattr(trees, name).is_contiguous(), f"{name} must be contiguous"
-    chunks = triton.cdiv(vocab, BLOCK)
+    chunks, heads = triton.cdiv(vocab, BLOCK), trees.heads
+    assert heads is None or trees.cuts is not None
     assert out.tokens.shape == (batch, nodes), "the buffers are for trees of another size"
     assert out.scores.shape[1] == chunks, "the buffers are for another vocabulary"
     _draw[(batch if walk else batch * nodes, chunks)](
         trees.logits,
         trees.cuts,
+        None if heads is None else heads.keys,
+        None if heads is None else heads.sizes,
         trees.row_offsets,
         trees.seed,
         trees.temperature,
@@ -275,6 +331,8 @@ def _launch(trees: Trees, out: Walked, level: int, *, walk: bool) -> None:
         WALK=walk,
         SAMPLED=trees.temperature is not None,
         HAS_CUTS=trees.cuts is not None,
+        ROOM=0 if heads is None else heads.keys.shape[1],
         num_warps=8,
+        maxnreg=None if heads is None else 128,  # two programs to a multiprocessor
         **chained(trees.logits.device),
     )

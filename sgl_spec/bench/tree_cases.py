@@ -190,9 +190,9 @@ def _eights(batch: int, *, warm: bool) -> tuple[sample.Trees, sample.Walked]:
 FILTERED = ("top_k, top_p", "top_p", "top_p of flat rows")
 
 
-def _filtering(kind: str, trees: sample.Trees) -> tuple[Callable[[], None], Tensor]:
-    """What finds the cuts, and the cuts. Random logits are flat, top_p keeps most of them; in the
-    other kinds a few dozen tokens stand out as they do in text."""
+def _filtering(kind: str, trees: sample.Trees) -> tuple[Callable[[], None], sample.Trees]:
+    """What finds the cuts, and the trees with them. Random logits are flat, top_p keeps most of
+    them; in the other kinds a few dozen tokens stand out as they do in text."""
     batch, nodes = trees.tokens.shape
     if kind != "top_p of flat rows":
         rows = torch.arange(len(trees.logits), device=shapes.DEVICE)[:, None]
@@ -206,7 +206,8 @@ def _filtering(kind: str, trees: sample.Trees) -> tuple[Callable[[], None], Tens
     settings = (ones, top_k, ones.double() * 0.9, ones * 0)
     cuts, heads = torch.zeros_like(trees.tokens), filters.cut_heads(batch * nodes, shapes.DEVICE)
     where = (trees.logits, trees.row_offsets, trees.num_nodes)
-    return lambda: filters.token_cuts(*where, *settings, cuts, heads), cuts
+    narrowed = replace(trees, cuts=cuts, heads=heads)
+    return lambda: filters.token_cuts(*where, *settings, cuts, heads), narrowed
 
 
 def cuts(batch: int, kind: str) -> Case:
@@ -227,8 +228,7 @@ def walk(batch: int, *, warm: bool, kind: str | None = None) -> Case:
         trees, out = _eights(batch, warm=warm)
         if kind is None:
             return lambda: sample.draw_all(trees, out)
-        find, cuts = _filtering(kind, trees)
-        narrowed = replace(trees, cuts=cuts)
+        find, narrowed = _filtering(kind, trees)
 
         def call() -> None:
             find()

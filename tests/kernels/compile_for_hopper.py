@@ -190,9 +190,10 @@ def sampling(dtype: torch.dtype) -> None:
     ints, vocab = torch.zeros(2, dtype=torch.int64), 128256
     nodes, floats, logits = ints[:, None].repeat(1, 8), torch.zeros(2), torch.zeros(16, vocab)
     cuts = nodes.clone()
-    for t, cut in ((None, None), (floats, None), (floats, cuts)):
+    heads = filters.cut_heads(16, "cpu")
+    for t, *cut in ((None,), (floats,), (floats, cuts), (floats, cuts, heads)):
         out = sample.walked(2, 8, vocab, "cpu")
-        trees = sample.Trees(nodes, nodes, nodes, ints, logits, ints, ints, ints, t, cut)
+        trees = sample.Trees(nodes, nodes, nodes, ints, logits, ints, ints, ints, t, *cut)
         sample.draw_all(trees, out)
         sample.draw_walk(trees, out, 2)
     force_path(trees, nodes, ints, out)
@@ -201,7 +202,7 @@ def sampling(dtype: torch.dtype) -> None:
     settings = (floats, ints, floats.double(), floats)
     for kind in (torch.float32, dtype):
         rows = logits.to(kind)
-        filters.token_cuts(rows, ints, ints, *settings, cuts, filters.cut_heads(16, "cpu"))
+        filters.token_cuts(rows, ints, ints, *settings, cuts, heads)
 
 
 def adjusting(dtype: torch.dtype) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -123,6 +124,18 @@ def check_cuts(kind: str, vocab: int, nodes: int) -> None:
     assert (moved < 1e-6).logical_or(differ <= 1).all()
 
 
+def check_places(kind: str, vocab: int, constants: dict[str, int]) -> None:
+    """Heads and rows, blocks and rankings of other lengths: to the token the same is kept."""
+    rows, x = make_rows(SETTINGS), make_logits(kind, len(SETTINGS), vocab)
+    first = find_cuts(x, rows, len(SETTINGS))
+    for name, value in constants.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(filters, name, value)
+            other = find_cuts(x, rows, len(SETTINGS))
+        differ = (keys_of(x) <= first) != (keys_of(x) <= other)
+        assert not (differ & (x > -torch.inf)).any(), f"{name} = {value}"
+
+
 def make_trees(batch: int, nodes: int, vocab: int) -> TokenTree:
     rng = random.Random(int(torch.randint(1 << 30, (1,))))
     tokens, parents, counts = [], [], []
@@ -141,7 +154,8 @@ def make_trees(batch: int, nodes: int, vocab: int) -> TokenTree:
 
 
 def device_trees(tree: TokenTree, logits: Tensor, rows: SamplingRows) -> sample.Trees:
-    """The kernels' arguments; rows of the logits lie in reversed order of the requests."""
+    """The kernels' arguments, with heads; rows of the logits lie in reversed order of the
+    requests."""
     batch, nodes = tree.tokens.shape
     number = torch.arange(batch, device=DEVICE)
     offsets = number.flip(0) * nodes
@@ -151,7 +165,7 @@ def device_trees(tree: TokenTree, logits: Tensor, rows: SamplingRows) -> sample.
     token_cuts(logits, offsets, tree.num_nodes, *settings, cuts, heads)
     depths = tree.depths().contiguous()
     given = (tree.tokens, tree.parents, depths, tree.num_nodes, logits, offsets, number * 1000 + 3)
-    return sample.Trees(*given, rows.seed, rows.temperature, cuts)
+    return sample.Trees(*given, rows.seed, rows.temperature, cuts, heads)
 
 
 def check_equal(out: sample.Walked, expected: AcceptResult) -> None:
@@ -169,13 +183,14 @@ def check_walk(kind: str, batch: int, nodes: int, vocab: int) -> None:
     trees = device_trees(tree, logits, rows)
     expected = sample_and_follow(tree, logits, trees.row_offsets, rows, trees.committed_lens)
     out = sample.walked(batch, nodes, vocab, DEVICE)
-    for walk in (False, True):
+    for walk, listed in product((False, True), repeat=2):
+        given = trees if listed else replace(trees, heads=None)
         out.tokens.fill_(-9)
         out.path.fill_(-9)
         if walk:
-            sample.draw_walk(trees, out, levels=nodes)
+            sample.draw_walk(given, out, levels=nodes)
         else:
-            sample.draw_all(trees, out)
+            sample.draw_all(given, out)
         check_equal(out, expected)
     sample.draw_all(trees, out)
     check_forced(trees, tree, out)
@@ -247,6 +262,13 @@ def test_cuts_of_a_vocabulary_beyond_the_most_chunks(monkeypatch: pytest.MonkeyP
 
 @INTERPRETED
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_cuts_do_not_depend_on_where_they_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch)
+    check_places("random", 40, {"HEAD": 16, "FEW": 64, "BLOCK": 32, "CHUNK": 32})
+
+
+@INTERPRETED
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
     ("kind", "batch", "nodes", "vocab"),
     [("random", 3, 1, 9), ("ties", 11, 3, 5), ("masked", 4, 5, 21)],
@@ -281,6 +303,8 @@ KINDS = ["random", "ties", "flat", "peaked", "masked"]
 def test_cuts_on_the_gpu(kind: str) -> None:
     for vocab in (5, 2047, 2048, 2049, 32000, 131072):
         check_cuts(kind, vocab, nodes=2)
+    for vocab in (32000, 131072):
+        check_places(kind, vocab, {"HEAD": 512, "FEW": 32, "BLOCK": 512, "CHUNK": 8192})
 
 
 @pytest.mark.gpu

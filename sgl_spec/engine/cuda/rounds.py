@@ -170,10 +170,10 @@ class Acceptance:
         """offsets: [B] int64, the first row of logits of each request."""
         mine, out = self.requests, self.walked
         mine.cuts(logits, offsets, tree.num_nodes, self.cuts)
-        cuts = None if self.cuts is None else self.cuts.cuts
+        cuts, heads = (None, None) if self.cuts is None else (self.cuts.cuts, self.cuts.heads)
         trees = Trees(
             tree.tokens, tree.parents, tree.depths, tree.num_nodes, logits, offsets,
-            mine.at.committed, mine.at.seed, mine.drawn_at, cuts,
+            mine.at.committed, mine.at.seed, mine.drawn_at, cuts, heads,
         )  # fmt: skip
         if self.lengths is not None or tree.tokens.numel() <= DRAW_ALL_NODES:
             draw_all(trees, out)
