@@ -43,7 +43,7 @@ from sgl_spec.speculative.penalties import TokenCounts
 from sgl_spec.speculative.propose import require_sampled
 from sgl_spec.speculative.prune import MIN_GAIN, CostTable, bounded, prune
 from sgl_spec.speculative.rules import AcceptanceRule, FollowRule
-from sgl_spec.speculative.sampling import SamplingRows, build_rows
+from sgl_spec.speculative.sampling import SamplingRows, TokenMasks, build_rows
 from sgl_spec.speculative.topology import Topology
 from sgl_spec.speculative.tree import AcceptResult, TokenTree, narrow, root_only
 from sgl_spec_kernels.kv_move import move_kv_rows
@@ -304,18 +304,27 @@ class Worker:
             batch.rows, lengths, batch.max_nodes, self.tokens, sampling, self._plain_ms(batch)
         )
         planned = self._plan_tree(draft, batch.remaining)
-        tree = planned.to(self.device)
-        rows, committed = (on_device(x, self.device) for x in (batch.rows, batch.committed))
-        forward = tree_forward(tree, rows, committed, self.table.device)
-        offsets, masks = forward.q_starts[:-1], token_masks(tree)  # reads the device
+        # A device has its forward before all else, and all that reads a tree on it before that.
+        forward, masks = self._tree_rows(planned, batch), token_masks(planned)
         logits, features = self._verify(forward)
-        found = self.rule(tree, logits, offsets, sampling, committed, masks=masks)
+        rows, committed = (on_device(x, self.device) for x in (batch.rows, batch.committed))
+        tree, offsets = planned.to(self.device), forward.q_starts[:-1]
+        if masks is not None and tree.allowed is not None:
+            masks = TokenMasks(tree.allowed.words, on_device(masks.row_of, self.device))
+        starts = on_device(offsets, self.device)
+        found = self.rule(tree, logits, starts, sampling, committed, masks=masks)
         self._keep_path(rows, committed, tree.width, found)
         accepted, offsets = found.on_host(), offsets.cpu()
         self._count(batch.rows, accepted)
         self._round = _Round(draft, planned, accepted, offsets, features)
         logprobs = self.logprobs.of_emitted(batch.rows, accepted, logits, offsets)
         return self._output(draft, planned, accepted, logprobs)
+
+    def _tree_rows(self, planned: TokenTree, batch: DecodeBatch) -> ForwardBatch:
+        """The rows that verify these trees."""
+        tree = planned.to(self.device)
+        rows, committed = (on_device(x, self.device) for x in (batch.rows, batch.committed))
+        return tree_forward(tree, rows, committed, self.table.device)
 
     def _plain_ms(self, batch: DecodeBatch) -> float | None:
         size = len(batch.rows)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fused_runs import NEAR, assert_same_kv, batch_of
+from fused_runs import NEAR, assert_same_kv, batch_of, on
 from heads import DraftRun, eagle3_config, eagle3_weights, read_target, write_head
 from kernel_runs import INTERPRETED
 from model_runs import Piece, Run
@@ -72,7 +72,8 @@ def rounds_on(device: str, sizes: tuple[int, ...] = (2, 4)) -> Rounds:
     return rounds
 
 
-def check_target(directory: Path, device: str) -> None:
+def check_target(directory: Path, device: str, made_on: str) -> None:
+    """made_on: where the batches are made that are filled up."""
     model = load(directory, device)
     plain, run = (Run(model, REQUESTS + 1, WIDTH) for _ in range(2))
     for one in (plain, run):
@@ -82,7 +83,10 @@ def check_target(directory: Path, device: str) -> None:
     found, expected = [], []
     with torch.inference_mode():
         for pieces in TARGET_STEPS:
-            found.append(forwards.run(batch_of(run, *pieces)))
+            batch = replace(
+                on(torch.device(made_on), batch_of(run, *pieces)), req_to_token=run.table
+            )
+            found.append(forwards.run(batch))
             expected.append(model.forward_features(batch_of(plain, *pieces), plain.kv, CAPTURE))
     for mine, theirs in zip(found, expected, strict=True):  # those of the first step as well
         for one, other in zip(mine, theirs, strict=True):
@@ -98,12 +102,13 @@ def check_target(directory: Path, device: str) -> None:
 
 @INTERPRETED
 def test_the_target_gives_the_same_filled_up(target_dir: Path) -> None:
-    check_target(target_dir, "cpu")
+    check_target(target_dir, "cpu", "cpu")
 
 
 @pytest.mark.gpu
-def test_graphs_of_the_target_give_the_same(target_dir: Path) -> None:
-    check_target(target_dir, "cuda")
+@pytest.mark.parametrize("made_on", ["cpu", "cuda"])
+def test_graphs_of_the_target_give_the_same(target_dir: Path, made_on: str) -> None:
+    check_target(target_dir, "cuda", made_on)
 
 
 def check_head(directory: Path, where: Path, device: str) -> None:

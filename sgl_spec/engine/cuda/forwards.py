@@ -20,10 +20,12 @@ from sgl_spec.engine.cuda.costs import ROWS, TreeShapes
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
 from sgl_spec.engine.cuda.rounds import DraftParts, IntArray, Parts
 from sgl_spec.engine.cuda.seam import SeamClock
+from sgl_spec.engine.cuda.transfer import send
 from sgl_spec.engine.following import Follower
 from sgl_spec.engine.memory import CAPTURED_ROWS, SEAM_DRAFT_GRAPHS, SEAM_GRAPHS
 from sgl_spec.engine.policy import PREFILL_REQUESTS_CUDA
 from sgl_spec.layers.context import ForwardBatch
+from sgl_spec.layers.transfer import batch_on_device
 from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.model_drafter import ModelDrafter
 
@@ -65,6 +67,39 @@ class Role:
     reads: int | None = None
 
 
+class _Inputs:
+    """The integers that a forward of one shape reads, in one block of words.
+
+    fields: tokens, positions, slots, mask words if there are any: [rows]; table rows, prefix
+    lengths, tree lengths if there are any: [requests]; starts: [requests + 1].
+    """
+
+    def __init__(self, shape: Shape, filler: int, device: torch.device | str) -> None:
+        sizes = [shape.rows] * (3 + shape.words) + [shape.requests] * (2 + shape.tree)
+        sizes.append(shape.requests + 1)
+        self.block = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self.fields = torch.split(self.block, sizes)
+        self.fields[2].fill_(-1)
+        if shape.words:
+            self.fields[3].fill_(1)
+        self.fields[3 + shape.words].fill_(filler)
+        self._blank = self.block.clone()
+
+    def clear(self) -> None:
+        """Rows and requests that fill up, nothing else."""
+        self.block.copy_(self._blank)
+
+    def fill(self, batch: ForwardBatch) -> None:
+        """Copy those of a batch that fits; it lies where these do."""
+        given = [batch.tokens, batch.positions, batch.slots, batch.mask_words]
+        given += [batch.rows, batch.prefix_lens, batch.tree_lens, batch.q_starts]
+        values = [value for value in given if value is not None]
+        self.clear()
+        self.fields[-1][len(batch.rows) :].fill_(len(batch.tokens))
+        mine = [field[: len(value)] for field, value in zip(self.fields, values, strict=True)]
+        torch._foreach_copy_(mine, values)
+
+
 class PaddedForward:
     """A forward of one shape, its inputs and outputs in buffers of its own. See `rounds.Round`.
 
@@ -82,20 +117,13 @@ class PaddedForward:
         reads: Tensor | None,
     ) -> None:
         """outs, reads: what it gives and the features it reads, with at least as many rows."""
-        device = parts.table.device
-        self._compute, self.shape = compute, shape
+        self._compute = compute
         self.outs = [out[: shape.rows] for out in outs]
         self.out = self.outs[0]
-        rows, requests = [shape.rows] * (3 + shape.words), [shape.requests] * (2 + shape.tree)
-        sizes = [*rows, *requests, shape.requests + 1]
-        self._blank = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        self._block = torch.zeros_like(self._blank)
-        fields, blank = torch.split(self._block, sizes), torch.split(self._blank, sizes)
-        blank[2].fill_(-1)
-        if shape.words:
-            blank[3].fill_(1)
-        blank[3 + shape.words].fill_(parts.rows.filler)
-        self._fields = fields
+        self._features = None if reads is None else reads[: shape.rows]
+        self._inputs = _Inputs(shape, parts.rows.filler, parts.table.device)
+        self._host = _Inputs(shape, parts.rows.filler, "cpu")
+        fields = self._inputs.fields
         self.rows = fields[3 + shape.words]
         self.batch = ForwardBatch(
             tokens=fields[0],
@@ -109,24 +137,21 @@ class PaddedForward:
             tree_lens=fields[-2] if shape.tree else None,
             max_q_len=shape.longest,
         )
-        self._features = None if reads is None else reads[: shape.rows]
 
     def load(self, rows: IntArray, tree: ArrayTree | None) -> None:
         """Nothing but what fills it up, as a forward is captured; see `fill`."""
         assert not len(rows)
         assert tree is None
-        self._block.copy_(self._blank)
+        self._inputs.clear()
 
     def fill(self, batch: ForwardBatch, features: Tensor | None) -> None:
-        """Copy the inputs of a batch that fits."""
+        """Copy the inputs of a batch that fits, from the device or from the host."""
         assert batch.req_to_token is self.batch.req_to_token
-        given = [batch.tokens, batch.positions, batch.slots, batch.mask_words]
-        given += [batch.rows, batch.prefix_lens, batch.tree_lens, batch.q_starts]
-        values = [value for value in given if value is not None]
-        self._block.copy_(self._blank)
-        self._fields[-1][len(batch.rows) :].fill_(len(batch.tokens))
-        ours = [field[: len(value)] for field, value in zip(self._fields, values, strict=True)]
-        torch._foreach_copy_(ours, values)
+        if batch.tokens.device == self._inputs.block.device:
+            self._inputs.fill(batch)
+        else:
+            self._host.fill(batch)
+            send(self._host.block, self._inputs.block)
         if self._features is not None:
             assert features is not None
             self._features[: len(features)].copy_(features)
@@ -155,7 +180,8 @@ class Forwards:
         replayed = None if shape is None else self._made(shape)
         with nullcontext() if self.clock is None else self.clock.forward():
             if replayed is None:
-                return list(self.role.compute(batch, features))
+                there = batch_on_device(batch, self._parts.table.device)
+                return list(self.role.compute(there, features))
             padded = replayed.program
             assert isinstance(padded, PaddedForward)
             padded.fill(batch, features)

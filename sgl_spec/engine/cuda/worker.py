@@ -28,6 +28,7 @@ from sgl_spec.engine.batch import (
     Launched,
     PrefillBatch,
     StepOutput,
+    tree_forward,
 )
 from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
 from sgl_spec.engine.cuda.drafting import HostDrafting
@@ -53,6 +54,7 @@ from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.model_drafter import ModelDrafter
 from sgl_spec.speculative.rules import FollowRule
 from sgl_spec.speculative.simulate import SimulatedRule
+from sgl_spec.speculative.tree import TokenTree
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -205,6 +207,13 @@ class DeviceWorker(Worker):
         self._length[rows] = known + new
         self._placed[rows] = False
         return launched
+
+    def _tree_rows(self, planned: TokenTree, batch: DecodeBatch) -> ForwardBatch:
+        """Those of trees on the host are made there, as the device would be read for it."""
+        if planned.tokens.device.type != "cpu":
+            return super()._tree_rows(planned, batch)
+        host = (torch.from_numpy(x) for x in (batch.rows, batch.committed, self.table.host))
+        return replace(tree_forward(planned, *host), req_to_token=self.table.device)
 
     def _verify(self, forward: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """Without a clock: rounds cost what the captured ones do."""
