@@ -66,6 +66,16 @@ def _penalise(
 
 
 @triton.jit
+def _add(row, ids, values, count, LANES: tl.constexpr):
+    """Biases of `count` tokens; of those that fill the list up they are 0."""
+    lane = tl.arange(0, LANES)
+    token = tl.load(ids + lane, mask=lane < count, other=0)
+    value = tl.load(values + lane, mask=lane < count, other=0.0)
+    tl.atomic_add(row + token, value, mask=(lane < count) & (value != 0))
+    tl.debug_barrier()
+
+
+@triton.jit
 def _mask(row, mask, vocab, BLOCK: tl.constexpr):
     """Tokens whose bit is not set cannot be drawn."""
     for start in range(0, vocab, BLOCK):
@@ -194,12 +204,8 @@ def _adjust(  # noqa: C901 - one branch for each kind of adjustment
                 BLOCK,
             )
     if BIASES > 0:
-        lane = tl.arange(0, BIAS_LANES)
-        at = request * BIASES + lane
-        token = tl.load(bias_ids + at, mask=lane < BIASES, other=0)
-        value = tl.load(bias_values + at, mask=lane < BIASES, other=0.0)
-        tl.atomic_add(row + token, value, mask=(lane < BIASES) & (value != 0))
-        tl.debug_barrier()
+        at = request * BIASES
+        _add(row, bias_ids + at, bias_values + at, BIASES, BIAS_LANES)
     if MASKS:  # noqa: SIM102 - a constant alone keeps what is absent from being compiled
         if mask_row >= 0:
             _mask(row, masks + mask_row * mask_stride, vocab, BLOCK)

@@ -39,6 +39,38 @@ NOISES = (None, "shared", "proposal")
 _NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
+@triton.jit
+def _warm(x, token, t, seed, position, depth, error, NOISE: tl.constexpr, PROPOSAL: tl.constexpr):
+    """z of a row with temperature."""
+    z = x / t
+    if NOISE == 1:
+        first, second = row_keys(seed, position)
+        z = (x + t * gumbel(noise_bits(first, second, token))) / error
+    if NOISE == 2:
+        first, second = stream_keys(seed, position, PROPOSAL, depth + 1)
+        z += gumbel(noise_bits(first, second, token))
+    return z
+
+
+@triton.jit
+def _sums(z, inside):
+    """(m, sum of exp(z - m)), m their maximum."""
+    highest = tl.max(z, 0)
+    level = tl.where(highest == float("-inf"), 0.0, highest)
+    return highest, tl.sum(tl.where(inside, tl.exp(z - level), 0.0), 0)
+
+
+@triton.jit
+def _log_sum(stats, there):
+    """log sum exp z from the sums of all parts, which other multiprocessors wrote: past the L1
+    cache."""
+    m = tl.load(stats, mask=there, other=float("-inf"), cache_modifier=".cg")
+    s = tl.load(stats + 1, mask=there, other=0.0, cache_modifier=".cg")
+    highest = tl.max(m, 0)
+    level = tl.where(highest == float("-inf"), 0.0, highest)
+    return tl.log(tl.sum(s * tl.exp(m - level), 0)) + level
+
+
 @triton.jit(do_not_specialize=["depth", "rows_per_request"])
 def _draft_topk(
     logits,
@@ -79,26 +111,15 @@ def _draft_topk(
     if SAMPLED:
         t = tl.load(temperature + request)
         if t > 0:
-            z = x / t
-            if NOISE > 0:
-                position = tl.load(lengths + request) + depth
-                token = column
-                if HAS_IDS:
-                    token = tl.load(ids + column, mask=inside, other=0).to(tl.int32)
-                if NOISE == 1:
-                    first, second = row_keys(tl.load(seed + request), position)
-                    z = (x + t * gumbel(noise_bits(first, second, token))) / error
-                else:
-                    first, second = stream_keys(
-                        tl.load(seed + request), position, PROPOSAL, depth + 1
-                    )
-                    z += gumbel(noise_bits(first, second, token))
+            position, token = tl.load(lengths + request) + depth, column
+            if HAS_IDS & (NOISE > 0):
+                token = tl.load(ids + column, mask=inside, other=0).to(tl.int32)
+            its_seed = tl.load(seed + request)
+            z = _warm(x, token, t, its_seed, position, depth, error, NOISE, PROPOSAL)
     if HAS_CUTS:
         kept = falling_key(x, column) <= tl.load(cuts + row)
         z = tl.where(kept, z, float("-inf"))
-    highest = tl.max(z, 0)
-    level = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.sum(tl.where(inside, tl.exp(z - level), 0.0), 0)
+    highest, total = _sums(z, inside)
     keys = tl.where(inside, falling_key(z, column), _NONE)
     at = row * CHUNKS + chunk
     tl.store(part_stats + at * 2, highest)
@@ -113,14 +134,7 @@ def _draft_topk(
 
     tl.store(arrived + row, 0)  # as the next launch needs it
     one = tl.arange(0, MERGED)
-    stats = part_stats + (row * CHUNKS + one) * 2
-    # Other multiprocessors wrote these: past the L1 cache.
-    there = one < CHUNKS
-    m = tl.load(stats, mask=there, other=float("-inf"), cache_modifier=".cg")
-    s = tl.load(stats + 1, mask=there, other=0.0, cache_modifier=".cg")
-    highest = tl.max(m, 0)
-    level = tl.where(highest == float("-inf"), 0.0, highest)
-    log_sum = tl.log(tl.sum(s * tl.exp(m - level), 0)) + level
+    log_sum = _log_sum(part_stats + (row * CHUNKS + one) * 2, one < CHUNKS)
     there = one < CHUNKS * TOPK
     keys = tl.load(
         part_keys + row * CHUNKS * TOPK + one, mask=there, other=_NONE, cache_modifier=".cg"

@@ -91,6 +91,33 @@ def _grow_tree(
 
 
 @triton.jit
+def _ranks(key, scores, CANDIDATES: tl.constexpr, BLOCK_C: tl.constexpr, TILE: tl.constexpr):
+    """How many candidates come before each."""
+    rank = tl.zeros([BLOCK_C], dtype=tl.int32)
+    for start in range(0, CANDIDATES, TILE):
+        other = start + tl.arange(0, TILE)
+        theirs = tl.load(scores + other, mask=other < CANDIDATES, other=float("-inf"))
+        before = falling_key(theirs, other)[None, :] < key[:, None]
+        rank += tl.sum(before.to(tl.int32), 1)
+    return rank
+
+
+@triton.jit
+def _lineages(i, link, count, BLOCK_N: tl.constexpr, ROUNDS: tl.constexpr):
+    """(depths, mask words) of nodes whose parents are links, by doubling; a node that is none sees
+    itself alone."""
+    used = i < count
+    depth = (used & (i > 0)).to(tl.int32)
+    word = tl.full([BLOCK_N], 1, tl.int64) << i.to(tl.int64)
+    word = tl.where(used, word | 1, word)  # all nodes see the root
+    for _ in range(ROUNDS):
+        depth += tl.gather(depth, link, 0)
+        word |= tl.where(used, tl.gather(word, link, 0), 0)
+        link = tl.gather(link, link, 0)
+    return depth, word
+
+
+@triton.jit
 def _build_tree(
     cand_scores,
     cand_tokens,
@@ -125,17 +152,8 @@ def _build_tree(
     inside = index < CANDIDATES
     at = request * num_candidates + index
     score = tl.load(cand_scores + at, mask=inside, other=float("-inf"))
-    key = falling_key(score, index)
-    rank = tl.zeros([BLOCK_C], dtype=tl.int32)
-    for start in range(0, CANDIDATES, TILE):
-        other = start + tl.arange(0, TILE)
-        theirs = tl.load(
-            cand_scores + request * num_candidates + other,
-            mask=other < CANDIDATES,
-            other=float("-inf"),
-        )
-        before = falling_key(theirs, other)[None, :] < key[:, None]
-        rank += tl.sum(before.to(tl.int32), 1)
+    here = cand_scores + request * num_candidates
+    rank = _ranks(falling_key(score, index), here, CANDIDATES, BLOCK_C, TILE)
     most = NODES - 1
     if HAS_BOUND:
         most = tl.minimum(tl.load(max_nodes + request).to(tl.int32) - 1, most)
@@ -160,15 +178,8 @@ def _build_tree(
     tl.store(num_nodes + request, count.to(tl.int64))
 
     tl.debug_barrier()  # the parents, by node, are there
-    used = i < count
-    link = tl.load(parents + mine, mask=used & (i > 0), other=0).to(tl.int32)
-    depth = (used & (i > 0)).to(tl.int32)
-    word = tl.full([BLOCK_N], 1, tl.int64) << i.to(tl.int64)
-    word = tl.where(used, word | (link >= 0).to(tl.int64), word)  # all nodes see the root
-    for _ in range(ROUNDS):
-        depth += tl.gather(depth, link, 0)
-        word |= tl.where(used, tl.gather(word, link, 0), 0)
-        link = tl.gather(link, link, 0)
+    link = tl.load(parents + mine, mask=(i < count) & (i > 0), other=0).to(tl.int32)
+    depth, word = _lineages(i, link, count, BLOCK_N, ROUNDS)
     within = i < NODES
     committed = tl.load(committed_lens + request)
     table = req_to_token + tl.load(table_rows + request).to(tl.int64) * table_stride
