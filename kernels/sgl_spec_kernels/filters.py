@@ -335,7 +335,7 @@ def token_cuts(
     )  # fmt: skip
     write_heads[(rows, chunks)](
         *where, *given, heads.marks, heads.sizes, heads.masses, heads.keys, vocab,
-        logits.stride(0), **parts, **head, num_warps=8, maxnreg=64, **sizes,
+        logits.stride(0), **parts, **head, num_warps=16, maxnreg=64, **sizes,
     )  # fmt: skip
     _token_cuts[(rows,)](
         *where, *given, heads.marks, heads.sizes, heads.masses, heads.keys, cuts, vocab,
