@@ -231,7 +231,7 @@ class Engine:
             prompt_rows = max(prompt_rows, self.context_length)
         sizes = self._graph_sizes(args.max_running_requests)
         trees = TreeShapes(sizes, args.tree_nodes) if draft is None and args.tree_nodes > 1 else ()
-        seams = SEAM_GRAPHS + (0 if draft is None else SEAM_DRAFT_GRAPHS)
+        seams = SEAM_GRAPHS + (0 if draft is None else 2 * SEAM_DRAFT_GRAPHS)
         return Shapes(
             prompt_rows=prompt_rows,
             requests=args.max_running_requests,

@@ -69,6 +69,7 @@ class ModelDrafter:
     whose inputs are known; between the two lie the rows that wait. last: [num_rows, H], what the
     model returned for the row's last written position. The counts lie on the CPU, what the model
     gives and the trees on `device`, the target's. forward: runs the model, over `kv`.
+    grow: gives the trees of requests whose text is written.
     """
 
     samples = True
@@ -91,6 +92,7 @@ class ModelDrafter:
         self.req_to_token = req_to_token
         self.kv = model.new_kv_cache(num_slots)
         self.forward: Callable[[ForwardBatch, Tensor | None], Tensor] = self._forward
+        self.grow: Callable[[DraftBatch], TokenTree] = self._grow
         num_rows = len(req_to_token)
         self.device = device = req_to_token.device
         self.written = torch.zeros(num_rows, dtype=torch.int64)
@@ -218,7 +220,7 @@ class ModelDrafter:
         drafting = batch if len(wanted) == len(batch.rows) else batch.take(wanted)
         rows = torch.from_numpy(drafting.rows)
         self.catch_up(rows, torch.from_numpy(drafting.lengths), batch.tokens)
-        trees = self._grow(drafting) if self.topology is None else self._draw(drafting)
+        trees = self.grow(drafting) if self.topology is None else self._draw(drafting)
         return trees if drafting is batch else _spread(trees, batch, wanted)
 
     def _know_roots(self, rows: Tensor, lengths: Tensor) -> None:

@@ -15,6 +15,7 @@ from sgl_spec import LLM, LogprobParams
 from sgl_spec.engine.cuda import forwards
 from sgl_spec.engine.cuda.forwards import PaddedForward
 from sgl_spec.engine.cuda.graphs import Replayed
+from sgl_spec.engine.cuda.growth import Growth
 from sgl_spec.engine.cuda.worker import DeviceWorker
 from sgl_spec_kernels import tree_attn
 
@@ -24,11 +25,19 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 PROMPTS = [[7], [40, 41, 42, 9], [40, 41, 42, 11]]
-SAMPLING: list[dict[str, Any]] = [
-    {"temperature": 0.8, "regex": "[a-z]{3,9}", "seed": 3},
-    {"temperature": 0.0, "frequency_penalty": 0.5, "logit_bias": {50: -100.0}},
-    {"temperature": 1.0, "seed": 5},
-]
+REGEX = {"temperature": 0.8, "regex": "[a-z]{3,9}", "seed": 3}
+SAMPLING: dict[str, list[dict[str, Any]]] = {
+    "moved": [
+        REGEX,
+        {"temperature": 0.0, "frequency_penalty": 0.5, "logit_bias": {50: -100.0}},
+        {"temperature": 1.0, "seed": 5},
+    ],
+    "masked": [
+        {"temperature": 0.0, "min_new_tokens": 2, "ignore_eos": False},
+        {"temperature": 0.9, "top_k": 30, "seed": 7},
+        REGEX,
+    ],
+}
 BASE = {"max_new_tokens": 3, "ignore_eos": True}
 ASKED = [None, LogprobParams(logprob_start_len=0), None]
 DRAFTERS = ("none", "NGRAM", "EAGLE3", "STANDALONE")
@@ -58,39 +67,52 @@ def options_of(drafter: str, target: Path, directory: Path) -> dict[str, Any]:
     return {"speculative_algorithm": drafter, **options}
 
 
-def run(target: Path, **options: Any) -> tuple[LLM, list[Any]]:
+def run(target: Path, kind: str, **options: Any) -> tuple[LLM, list[Any]]:
     llm = LLM(
         str(target), max_total_tokens=512, max_running_requests=4, context_length=64, **options
     )
     worker = llm.engine.scheduler.worker
     if isinstance(worker, DeviceWorker):
         worker.rounds.sizes = (4,)  # so that forwards are filled up
-    return llm, llm.generate(PROMPTS, [BASE | one for one in SAMPLING], ASKED)
+    return llm, llm.generate(PROMPTS, [BASE | one for one in SAMPLING[kind]], ASKED)
 
 
 @pytest.fixture(scope="module")
-def expected(target: Path) -> list[Any]:
-    return run(target)[1]
+def expected(target: Path) -> dict[str, list[Any]]:
+    return {kind: run(target, kind)[1] for kind in SAMPLING}
 
 
 @INTERPRETED
+@pytest.mark.parametrize("kind", SAMPLING)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_texts_are_the_cpu_engines(
-    target: Path, expected: list[Any], drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path,
+    expected: dict[str, list[Any]],
+    drafter: str,
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     causal: set[bool] = set()
+    grown = 0
     replay = Replayed.run
 
     def watched(self: Replayed) -> None:
         if isinstance(self.program, PaddedForward):
             causal.add(self.program.batch.mask_words is None)
+        nonlocal grown
+        grown += isinstance(self.program, Growth)
         replay(self)
 
     monkeypatch.setattr(Replayed, "run", watched)
     options = options_of(drafter, target, tmp_path / "draft")
-    llm, done = run(target, attention_backend="triton", **options)
+    llm, done = run(target, kind, attention_backend="triton", **options)
     assert causal == {True, False}, "forwards of prompts and of trees were filled up"
-    for one, other in zip(done, expected, strict=True):
+    if kind == "masked":  # the others' drafts are moved by their drafter
+        assert bool(grown) == (drafter in ("EAGLE3", "STANDALONE"))
+    if drafter == "STANDALONE":  # the target drafts for itself
+        assert llm.engine.counters.emitted > llm.engine.counters.verify_ct
+    for one, other in zip(done, expected[kind], strict=True):
         assert one.output_ids == other.output_ids
         for mine, theirs in (
             (one.logprobs, other.logprobs),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sgl_spec.engine.cuda.costs import ROWS, TreeShapes
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
+from sgl_spec.engine.cuda.growth import TreeGrower
 from sgl_spec.engine.cuda.rounds import DraftParts, IntArray, Parts
 from sgl_spec.engine.cuda.seam import SeamClock
 from sgl_spec.engine.cuda.transfer import send
@@ -290,3 +291,4 @@ def run_forwards(
     if parts.draft is not None and isinstance(follower.drafter, ModelDrafter):
         draft = Forwards(parts, draft_role(parts.draft), rounds, clock)
         follower.drafter.forward = lambda batch, features: draft.run(batch, features)[0]
+        follower.drafter.grow = TreeGrower(parts, rounds, follower.drafter, clock).grow
