@@ -31,6 +31,7 @@ from sgl_spec.engine.grammar import Compile, make_compiler, refuse_all
 from sgl_spec.engine.grammar_jobs import GrammarJobs
 from sgl_spec.engine.kv_pool import ceil_page, floor_page
 from sgl_spec.engine.memory import (
+    ROUND_KINDS,
     SEAM_DRAFT_GRAPHS,
     SEAM_GRAPHS,
     GpuMemory,
@@ -238,7 +239,7 @@ class Engine:
             nodes=args.tree_nodes,
             captured=0 if draft is None else len(draft.capture),
             draft_columns=0 if draft is None else draft.logit_width,
-            graphs=len(sizes) + len(trees) + (seams if sizes else 0),
+            graphs=ROUND_KINDS * (len(sizes) + len(trees)) + (seams if sizes else 0),
         )
 
     def _graph_sizes(self, rows: int) -> tuple[int, ...]:
@@ -359,6 +360,10 @@ class Engine:
     def abort(self, rid: str | None) -> None:
         """End one request, or all of them for None."""
         self.scheduler.abort(rid)
+
+    def prepare_more(self) -> bool:
+        """Use a moment without work; see `Worker.prepare_more`."""
+        return self.worker.prepare_more()
 
     def step(self) -> list[OutputChunk]:
         """One forward; the chunks it gave."""

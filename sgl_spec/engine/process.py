@@ -75,6 +75,7 @@ class EngineLoop:
         self.inbox = inbox
         self.outbox = outbox
         self._ending = False
+        self._idle = False
         self._parent = os.getppid()
 
     def run(self) -> None:
@@ -88,11 +89,16 @@ class EngineLoop:
                 self._send_chunks()
 
     def _receive(self) -> None:
-        """Take every message that has come; wait for one only when there is nothing to do."""
-        wait = 0 if self.engine.has_work or self._ending else IDLE_POLL_MS
+        """Take every message that has come; wait for one only when there is nothing to do, and
+        when that has lasted, get ready for what may come."""
+        nothing = not (self.engine.has_work or self._ending)
+        if nothing and self._idle and not self.inbox.poll(0) and self.engine.prepare_more():
+            return
+        wait = IDLE_POLL_MS if nothing else 0
+        self._idle = nothing
         while self.inbox.poll(wait):
             self._handle(decode_to_engine(self.inbox.recv()))
-            wait = 0
+            wait, self._idle = 0, False
 
     def _handle(self, message: ToEngine) -> None:
         match message:

@@ -180,6 +180,11 @@ class Worker:
         if self.drafter is not None:
             self.drafter.flush()
 
+    def prepare_more(self) -> bool:
+        """Nothing runs: get something ready that a later batch would have to wait for. Whether
+        there was something."""
+        return False
+
     # --- one forward ------------------------------------------------------------------------------
 
     def runs_ahead(self, reqs: Sequence[Req]) -> bool:

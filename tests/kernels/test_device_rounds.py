@@ -59,7 +59,7 @@ def run(target: Path, sampling: list[dict[str, Any]], **options: Any) -> tuple[L
     )
     worker = llm.engine.scheduler.worker
     if isinstance(worker, DeviceWorker):
-        worker.rounds.sizes = (4,)  # so that a batch of three is filled up
+        worker.rounds.sizes = worker.shapes.sizes = (4,)  # so that a batch of three is filled up
     base = {"max_new_tokens": 4, "ignore_eos": True}
     return llm, llm.generate(PROMPTS, [{**base, **one} for one in sampling])
 
@@ -142,3 +142,25 @@ def test_what_the_device_has_read_is_drafted(target: Path, drafts: dict[str, Pat
     assert llm.engine.scheduler.flush()
     stats = llm.engine.worker.drafter_stats()
     assert stats["index_tokens"] == stats["match_rate"] == 0
+
+
+@INTERPRETED
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("kind", ["device", "EAGLE3"])
+def test_what_sampled_batches_need_is_made_before_they_come(
+    target: Path, drafts: dict[str, Path], expected: list[list[int]], kind: str
+) -> None:
+    options = {"attention_backend": "triton", **options_of(kind, drafts)}
+    llm, _ = run(target, [GREEDY] * 3, **options)
+    worker = llm.engine.scheduler.worker
+    assert isinstance(worker, DeviceWorker)
+    before = len(worker.rounds)
+    while llm.engine.prepare_more():
+        pass
+    made = len(worker.rounds)
+    sizes = 2 if kind == "device" else 1  # with drafts and without
+    assert made == before + 2 * sizes, "sampled and filtered"
+    base = {"max_new_tokens": 4, "ignore_eos": True}
+    done = llm.generate(PROMPTS, [{**base, **one} for one in MIXED])
+    assert [one.output_ids for one in done] == expected
+    assert len(worker.rounds) == made

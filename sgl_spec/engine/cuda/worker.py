@@ -10,7 +10,7 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -98,6 +98,7 @@ class DeviceWorker(Worker):
         self._tenancy: IntArray = np.zeros(num_rows, dtype=np.int64)
         self._under_way = 0  # batches launched and not collected
         self._rounds_under_way = 0
+        self._later: list[Callable[[], Replayed]] | None = None  # rounds still to be captured
         self._last: Stopwatch | None = None  # of the batch launched last, if it was a round
         self._seam = SeamClock() if self.device.type == "cuda" else None
         run_forwards(self.follower, self.parts, rounds, most_nodes, self._seam)
@@ -473,3 +474,29 @@ class DeviceWorker(Worker):
             self._round_of(size, kind, None, drafts=self.parts.draft is not None)
             if self._resting is not None:
                 self._resting.know(size, timed(self._model_round(size, kind, drafts=False)))
+
+    @torch.inference_mode()
+    def prepare_more(self) -> bool:
+        """Capture one round that sampled batches need; nothing is under way. Whether there was
+        one. Otherwise the first such batch of every size would wait for it."""
+        if self._later is None:
+            kinds = (RoundKind(sampled=True), RoundKind(sampled=True, filtered=True))
+            wanted = kinds if self._simulated is None and self._device_rule else ()
+            self._later = [make for kind in wanted for make in self._every_round(kind)]
+        if not self._later:
+            return False
+        self._later.pop(0)()
+        return True
+
+    def _every_round(self, kind: RoundKind) -> list[Callable[[], Replayed]]:
+        """What makes the rounds of a kind, the largest first."""
+        sizes = self.rounds.sizes[::-1]
+        if self.parts.draft is not None:
+            drafts = (True, False) if self._resting is not None else (True,)
+            model = self._model_round
+            return [partial(model, size, kind, drafts=each) for size in sizes for each in drafts]
+        trees = self._trees is not None or self._ngrams is not None
+        shapes = [*(self.shapes if trees else ()), *((size, size) for size in sizes)]
+        made = self._host_round if self._ngrams is None else self._ngram_round
+        shapes.sort(key=lambda shape: shape[1], reverse=True)
+        return [partial(made, size, rows, kind) for size, rows in shapes]
