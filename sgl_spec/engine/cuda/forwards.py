@@ -29,6 +29,7 @@ from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.layers.transfer import batch_on_device
 from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.model_drafter import ModelDrafter
+from sgl_spec.speculative.tree import MAX_TREE_NODES
 
 Compute = Callable[[ForwardBatch, Tensor | None], Sequence[Tensor]]
 """(batch, features of its rows if the model reads any) to tensors of [T, width] each."""
@@ -269,7 +270,7 @@ def draft_role(draft: DraftParts) -> Role:
     return Role(
         name="draft forward",
         compute=compute,
-        bounds=tuple(sorted({draft.topk, draft.steps + 1})),
+        bounds=tuple(sorted({min(most, MAX_TREE_NODES) for most in (draft.topk, draft.steps + 1)})),
         widths=(width,),
         dtype=draft.kv.k.dtype,
         shapes=SEAM_DRAFT_GRAPHS,
