@@ -28,7 +28,7 @@ from sgl_spec.engine.batch import (
     Launched,
     PrefillBatch,
     StepOutput,
-    tree_forward,
+    host_tree_forward,
 )
 from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
 from sgl_spec.engine.cuda.drafting import HostDrafting
@@ -210,11 +210,10 @@ class DeviceWorker(Worker):
         return launched
 
     def _tree_rows(self, planned: TokenTree, batch: DecodeBatch) -> ForwardBatch:
-        """Those of trees on the host are made there, as the device would be read for it."""
+        """Those of trees on the host are made there; a device would have to be read for it."""
         if planned.tokens.device.type != "cpu":
             return super()._tree_rows(planned, batch)
-        host = (torch.from_numpy(x) for x in (batch.rows, batch.committed, self.table.host))
-        return replace(tree_forward(planned, *host), req_to_token=self.table.device)
+        return host_tree_forward(ArrayTree.of(planned), batch.rows, batch.committed, self.table)
 
     def _verify(self, forward: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """Without a clock: rounds cost what the captured ones do."""
