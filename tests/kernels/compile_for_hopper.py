@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,33 @@ def adjusting(dtype: torch.dtype) -> None:
         adjust_logits(torch.zeros(16, vocab), *trees, yes, ints, nodes, *parts)
 
 
+def judging(dtype: torch.dtype) -> None:
+    """Batches that the host judges: each kind of request by itself, with and without drafts."""
+    from sgl_spec.engine.cuda.follow import DeviceFollow
+    from sgl_spec.request import SamplingParams
+    from sgl_spec.speculative.grammar import token_masks
+    from sgl_spec.speculative.penalties import TokenCounts
+    from sgl_spec.speculative.sampling import build_rows
+    from sgl_spec.speculative.tree import NodeMasks, TokenTree
+
+    vocab, batch = 128256, 2
+    counts, ints = TokenCounts(batch, vocab), torch.zeros(batch, dtype=torch.int64)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"frequency_penalty": 1.0},
+        {"logit_bias": {5: 1.0, 6: 2.0, 7: 1.0}},
+        {"logit_bias": {5: 100.0, 7: -100.0}, "min_new_tokens": 4},
+    ]
+    for nodes, settings in product((1, 8), kinds):
+        params = [SamplingParams(seed=1, temperature=1.0, top_p=0.9, **settings)] * batch
+        rows = build_rows(params, [1] * batch, [2, 9, 11], counts=counts)
+        wide = torch.zeros(batch, nodes, dtype=torch.int64)
+        words = torch.zeros(batch, vocab // 32, dtype=torch.int32)
+        tree = TokenTree(wide, wide - 1, ints + 1, allowed=NodeMasks(words, wide))
+        logits = torch.zeros(batch * nodes, vocab)
+        DeviceFollow(8)(tree, logits, ints, rows, ints, masks=token_masks(tree))
+
+
 def rounds(dtype: torch.dtype) -> None:
     from sgl_spec_kernels import round_state, sample
     from sgl_spec_kernels.tree_rows import tree_rows
@@ -256,6 +284,7 @@ CALLS: dict[str, Callable[[torch.dtype], None]] = {
     "draft": draft,
     "sampling": sampling,
     "adjusting": adjusting,
+    "judging": judging,
     "rounds": rounds,
     "ngrams": ngrams,
 }

@@ -16,7 +16,17 @@ SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "group",
-    ["attention", "fused", "skinny", "draft", "sampling", "adjusting", "rounds", "ngrams"],
+    [
+        "attention",
+        "fused",
+        "skinny",
+        "draft",
+        "sampling",
+        "adjusting",
+        "judging",
+        "rounds",
+        "ngrams",
+    ],
 )
 def test_compiles_without_spills(group: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
