@@ -29,14 +29,17 @@ from sgl_spec_kernels.noise import (
     key_index,
     key_value,
     noise_bits,
+    place,
     row_keys,
     stream_keys,
 )
 
 BLOCK, WARPS = 1024, 4  # columns and warps of a program
+MANY = 32  # rows whose programs fill the device with twice the columns each
 MOST_TOPK = 16
 NOISES = (None, "shared", "proposal")
 _NONE = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+_NOWHERE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -120,14 +123,17 @@ def _draft_topk(
         kept = falling_key(x, column) <= tl.load(cuts + row)
         z = tl.where(kept, z, float("-inf"))
     highest, total = _sums(z, inside)
-    keys = tl.where(inside, falling_key(z, column), _NONE)
+    places = tl.where(inside, place(z).to(tl.int32), _NOWHERE)
     at = row * CHUNKS + chunk
     tl.store(part_stats + at * 2, highest)
     tl.store(part_stats + at * 2 + 1, total)
     for rank in range(TOPK):
-        best = tl.min(keys, 0)
-        tl.store(part_keys + at * TOPK + rank, best)
-        keys = tl.where(keys == best, _NONE, keys)
+        # The logit, then the column: a warp has single instructions for reductions of 32 bits.
+        best = tl.min(places, 0)
+        first = tl.min(tl.where(places == best, column, _NOWHERE), 0)
+        key = (best.to(tl.int64) << 32) | first.to(tl.int64)
+        tl.store(part_keys + at * TOPK + rank, tl.where(best == _NOWHERE, _NONE, key))
+        places = tl.where(column == first, _NOWHERE, places)
     tl.debug_barrier()  # every thread's part is written before one thread says so
     if tl.atomic_add(arrived + row, 1) < CHUNKS - 1:
         return
@@ -157,21 +163,24 @@ class TopkWork:
     """Where chunks leave their best. One launch at a time may use it.
 
     keys: [rows, chunks, topk] int64. stats: [rows, chunks, 2] float32. arrived: [rows] int32, zero
-    between launches.
+    between launches. block: columns of a chunk.
     """
 
     keys: Tensor
     stats: Tensor
     arrived: Tensor
+    block: int
 
 
 def topk_work(rows: int, width: int, topk: int, device: torch.device | str) -> TopkWork:
     """Work space for up to this many rows."""
-    chunks = triton.cdiv(width, BLOCK)
+    block = BLOCK if rows < MANY else 2 * BLOCK
+    chunks = triton.cdiv(width, block)
     return TopkWork(
         keys=torch.empty(rows, chunks, topk, dtype=torch.int64, device=device),
         stats=torch.empty(rows, chunks, 2, device=device),
         arrived=torch.zeros(rows, dtype=torch.int32, device=device),
+        block=block,
     )
 
 
@@ -208,7 +217,7 @@ def draft_topk(
     assert tokens.is_contiguous(), "tokens must be contiguous"
     assert values.dtype == torch.float32
     assert tokens.dtype == torch.int64
-    chunks = triton.cdiv(width, BLOCK)
+    chunks = triton.cdiv(width, work.block)
     assert work.keys.shape[1:] == (chunks, topk), "the work space is of another width"
     assert work.arrived.shape[0] >= rows, "the work space is too small"
     _draft_topk[(rows, chunks)](
@@ -229,7 +238,7 @@ def draft_topk(
         error,
         logits.stride(0),
         TOPK=topk,
-        BLOCK=BLOCK,
+        BLOCK=work.block,
         CHUNKS=chunks,
         MERGED=triton.next_power_of_2(chunks * topk),
         SAMPLED=temperature is not None,

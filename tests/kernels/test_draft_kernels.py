@@ -261,6 +261,8 @@ def test_topk(
 ) -> None:
     monkeypatch.setattr(draft_topk, "BLOCK", 64)
     check_topk(batch, frontier, width, topk, noisy)
+    monkeypatch.setattr(draft_topk, "MANY", 1)
+    check_topk(batch, frontier, width, topk, noisy)
     if noisy:
         check_siblings(batch, frontier, width, topk)
 
