@@ -9,7 +9,8 @@
 
 x: the draft's logits [R, W], T: the temperature, e: the typical error of the draft's logits. It is
 `sgl_spec.speculative.ranking` on the device, and for noise of its own `propose.draw_siblings`,
-which are its twins. Programs take chunks of a row; the last of a row to finish merges their best.
+which are its twins; the target's noise only ranks here, and is good to 1e-5. Programs take chunks
+of a row; the last of a row to finish merges their best.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _warm(x, token, t, seed, position, depth, error, NOISE: tl.constexpr, PROPOS
     z = x / t
     if NOISE == 1:
         first, second = row_keys(seed, position)
-        z = (x + t * gumbel(noise_bits(first, second, token))) / error
+        z = (x + t * gumbel(noise_bits(first, second, token), ROUGH=True)) / error
     if NOISE == 2:
         first, second = stream_keys(seed, position, PROPOSAL, depth + 1)
         z += gumbel(noise_bits(first, second, token))
