@@ -102,6 +102,11 @@ def test_equals_the_rule(kind: str, width: int, most: int, masks: int) -> None:
     check(kind, 70, width, most, masks=masks)
 
 
+@INTERPRETED
+def test_it_can_be_compiled_beforehand() -> None:
+    DeviceFollow(3).compile(70, torch.device(DEVICE))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("width", "most", "masks"), CASES)

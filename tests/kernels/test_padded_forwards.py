@@ -98,6 +98,38 @@ def check_target(directory: Path, device: str, made_on: str) -> None:
         Shape(4, 4, 1, words=True, tree=False),
         Shape(2, 2, 1, words=True, tree=False),
     }
+    check_more(forwards, batch_of(run, *TARGET_STEPS[-2]), found[-2][0])
+
+
+def check_more(forwards: Forwards, batch: ForwardBatch, expected: Tensor) -> None:
+    """What is made beforehand, no more than may be, and a forward that finds it there."""
+    with torch.inference_mode():
+        for make in forwards.later():
+            make()
+        made = set(forwards.shapes)
+        assert len(made) > 6
+        assert len(made) <= forwards.role.shapes
+        assert torch.equal(forwards.run(batch)[0], expected)
+    assert forwards.shapes == made
+
+
+@INTERPRETED
+def test_no_more_shapes_are_made_than_may_be(target_dir: Path) -> None:
+    """Then a batch takes the smallest that holds it, and runs as it is if there is none."""
+    model = load(target_dir, "cpu")
+    run = Run(model, REQUESTS + 1, WIDTH)
+    role = replace(target_role(parts_of(run, model), (), NODES), shapes=2)
+    forwards = Forwards(parts_of(run, model), role, rounds_on("cpu"), None)
+    large, small = Shape(24, 4, NODES, True, False), Shape(2, 2, 1, True, False)
+    forwards.shapes = {large, small}
+    trees = batch_of(run, *TARGET_STEPS[2])
+    assert forwards._shape(trees) == large, "the smallest that fits was not made"
+    assert forwards._shape(batch_of(run, *TARGET_STEPS[5])) == small
+    assert forwards._shape(batch_of(run, *TARGET_STEPS[4])) == large
+    forwards.shapes = {small}
+    assert forwards._shape(trees) == Shape(12, 2, NODES, True, False), "there is room"
+    forwards.shapes = {small, replace(large, words=False)}
+    assert forwards._shape(trees) is None
 
 
 @INTERPRETED

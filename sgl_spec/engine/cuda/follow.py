@@ -7,15 +7,18 @@ the trees. What comes of the trees here is read once, when all of it is done.
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from sgl_spec.engine.cuda.rounds import DRAW_ALL_NODES
+from sgl_spec.request import SamplingParams
 from sgl_spec.speculative.penalties import BiasRows, PenaltyRows
 from sgl_spec.speculative.rules import FollowRule
-from sgl_spec.speculative.sampling import SamplingRows, TokenMasks
+from sgl_spec.speculative.sampling import SamplingRows, TokenMasks, build_rows
 from sgl_spec.speculative.tree import AcceptResult, NodeMasks, TokenTree
 from sgl_spec_kernels.adjust import Biases, Masks, Penalties, adjust_logits
 from sgl_spec_kernels.filters import cut_heads, token_cuts
@@ -28,6 +31,17 @@ class DeviceFollow(FollowRule):
 
     def __init__(self, most_nodes: int) -> None:
         self.most_nodes = most_nodes
+
+    @torch.inference_mode()
+    def compile(self, vocab: int, device: torch.device) -> None:
+        """Judge trees of nobody, so that the first batch with a grammar need not wait for it."""
+        words = torch.full((1, (vocab + 31) // 32), -1, dtype=torch.int32, device=device)
+        for width, heat in product({1, self.most_nodes}, (0.0, 1.0)):
+            rows = build_rows([SamplingParams(temperature=heat, seed=0)], [1], [], device)
+            nodes = torch.zeros(1, width, dtype=torch.int64, device=device)
+            tree = TokenTree(nodes, nodes - 1, nodes[:, 0] + 1, allowed=NodeMasks(words, nodes))
+            at, logits = torch.zeros_like(nodes[:, 0]), torch.zeros(width, vocab, device=device)
+            self(tree, logits, at, rows, at, masks=TokenMasks(words, nodes[0]))
 
     def __call__(
         self,

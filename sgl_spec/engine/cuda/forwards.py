@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from sgl_spec.engine.cuda.costs import ROWS, TreeShapes
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
-from sgl_spec.engine.cuda.growth import TreeGrower
+from sgl_spec.engine.cuda.growth import SMALL_BATCH, TreeGrower
 from sgl_spec.engine.cuda.rounds import DraftParts, IntArray, Parts
 from sgl_spec.engine.cuda.seam import SeamClock
 from sgl_spec.engine.cuda.transfer import send
@@ -30,6 +30,8 @@ from sgl_spec.layers.transfer import batch_on_device
 from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.model_drafter import ModelDrafter
 from sgl_spec.speculative.tree import MAX_TREE_NODES
+
+SMALL_PROMPT = 256  # rows of the graphs that are made before they are needed
 
 Compute = Callable[[ForwardBatch, Tensor | None], Sequence[Tensor]]
 """(batch, features of its rows if the model reads any) to tensors of [T, width] each."""
@@ -216,6 +218,30 @@ class Forwards:
         device = self._parts.table.device
         return torch.zeros(CAPTURED_ROWS, width, dtype=self.role.dtype, device=device)
 
+    def later(self) -> list[Callable[[], object]]:
+        """What makes the graphs that small batches need, in moments without work."""
+        shapes = _small_shapes(self.role.bounds, self.rounds.sizes)
+        return [partial(self._prepare, shape) for shape in shapes]
+
+    def _prepare(self, shape: Shape) -> None:
+        if shape in self.shapes or len(self.shapes) < self.role.shapes:
+            self._made(shape)
+
+
+def _small_shapes(bounds: tuple[int, ...], sizes: tuple[int, ...]) -> list[Shape]:
+    """Of few requests and short prompts."""
+    return [
+        Shape(rows, size, bound, words=True, tree=False)
+        for bound in bounds
+        for size in _tree_shapes(sizes, bound).sizes
+        for rows in _tree_shapes(sizes, bound).rows(size)
+        if size <= SMALL_BATCH
+    ] + [
+        Shape(rows, PREFILL_REQUESTS_CUDA, rows, words=False, tree=False)
+        for rows in ROWS
+        if sizes and rows <= SMALL_PROMPT
+    ]
+
 
 def _wanted(batch: ForwardBatch, bounds: tuple[int, ...], sizes: tuple[int, ...]) -> Shape | None:
     """The shape for a batch, None where it is too large. sizes: of batches that are captured."""
@@ -280,8 +306,9 @@ def draft_role(draft: DraftParts) -> Role:
 
 def run_forwards(
     follower: Follower, parts: Parts, rounds: Rounds, most_nodes: int, clock: SeamClock | None
-) -> None:
-    """Let a follower's target, and the draft model if there is one, run this way."""
+) -> list[Callable[[], object]]:
+    """Let a follower's target, and the draft model if there is one, run this way. Returns what
+    makes the graphs that are likely to be needed."""
     target = Forwards(parts, target_role(parts, follower.capture, most_nodes), rounds, clock)
 
     def run_target(batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
@@ -292,4 +319,7 @@ def run_forwards(
     if parts.draft is not None and isinstance(follower.drafter, ModelDrafter):
         draft = Forwards(parts, draft_role(parts.draft), rounds, clock)
         follower.drafter.forward = lambda batch, features: draft.run(batch, features)[0]
-        follower.drafter.grow = TreeGrower(parts, rounds, follower.drafter, clock).grow
+        grower = TreeGrower(parts, rounds, follower.drafter, clock)
+        follower.drafter.grow = grower.grow
+        return [*target.later(), *draft.later(), *grower.later()]
+    return target.later()

@@ -3,13 +3,15 @@ on the device, and read once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sgl_spec.engine.cuda.costs import TreeShapes
-from sgl_spec.engine.cuda.graphs import Rounds
+from sgl_spec.engine.cuda.graphs import Replayed, Rounds
 from sgl_spec.engine.cuda.rounds import IntArray, Parts, Requests, RoundKind, _Drafting
 from sgl_spec.engine.cuda.seam import SeamClock
 from sgl_spec.speculative.array_tree import ArrayTree
@@ -17,6 +19,8 @@ from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.model_drafter import ModelDrafter
 from sgl_spec.speculative.tree import TokenTree
 from sgl_spec_kernels.tree_build import build_tree, device_tree
+
+SMALL_BATCH = 8  # requests of the graphs that are made before they are needed
 
 
 class Growth:
@@ -64,6 +68,25 @@ class TreeGrower:
         self.parts, self.rounds, self.clock = parts, rounds, clock
         self._plain = drafter.grow
 
+    def _sizes(self) -> tuple[int, ...]:
+        """Few, as each is captured at its first use."""
+        return TreeShapes(self.rounds.sizes, 1).sizes
+
+    def _made(self, size: int, kind: RoundKind) -> Replayed:
+        key = ("growth", size, kind)
+        if key not in self.rounds and self.clock is not None:
+            self.clock.restart()  # a capture takes longer than what is to be timed
+        return self.rounds.get(key, size, lambda: Growth(self.parts, size, kind))
+
+    def later(self) -> list[Callable[[], object]]:
+        """What makes the graphs that small batches need, in moments without work."""
+        return [
+            partial(self._made, size, RoundKind(sampled=sampled, filtered=filtered))
+            for sampled, filtered in ((False, False), (True, False), (True, True))
+            for size in self._sizes()
+            if size <= SMALL_BATCH
+        ]
+
     def grow(self, batch: DraftBatch) -> TokenTree:
         """Trees for requests whose text the draft model has read; they lie on the host."""
         sampling, size = batch.sampling, len(batch.rows)
@@ -75,12 +98,7 @@ class TreeGrower:
         rows.place(batch.rows, torch.from_numpy(batch.lengths - 1), roots)
         sampled = sampling.any_sampled
         kind = RoundKind(sampled=sampled, filtered=sampled and sampling.any_filtered)
-        sizes = TreeShapes(self.rounds.sizes, 1).sizes  # few, as each is captured in passing
-        padded = next((each for each in sizes if each >= size), size)
-        key = ("growth", padded, kind)
-        if key not in self.rounds and self.clock is not None:
-            self.clock.restart()
-        replayed = self.rounds.get(key, padded, lambda: Growth(self.parts, padded, kind))
+        replayed = self._made(next((each for each in self._sizes() if each >= size), size), kind)
         replayed.program.load(batch.rows, None)
         with nullcontext() if self.clock is None else self.clock.forward():
             replayed.run()

@@ -87,7 +87,7 @@ class DeviceWorker(Worker):
         self._simulated = self.rule if isinstance(self.rule, SimulatedRule) else None
         inner = self.rule if self._simulated is None else self._simulated.rule
         self._device_rule = isinstance(inner, FollowRule) and self.topology is None
-        self.follow = DeviceFollow(most_nodes)
+        self.follow = follow = DeviceFollow(most_nodes)
         if isinstance(self.rule, FollowRule):
             self.rule = self.follow
         self._simple: BoolArray = np.zeros(num_rows, dtype=np.bool_)
@@ -98,10 +98,12 @@ class DeviceWorker(Worker):
         self._tenancy: IntArray = np.zeros(num_rows, dtype=np.int64)
         self._under_way = 0  # batches launched and not collected
         self._rounds_under_way = 0
-        self._later: list[Callable[[], Replayed]] | None = None  # rounds still to be captured
+        self._later: list[Callable[[], object]] | None = None  # what makes rounds to be captured
         self._last: Stopwatch | None = None  # of the batch launched last, if it was a round
         self._seam = SeamClock() if self.device.type == "cuda" else None
-        run_forwards(self.follower, self.parts, rounds, most_nodes, self._seam)
+        seams = run_forwards(self.follower, self.parts, rounds, most_nodes, self._seam)
+        compiles = partial(follow.compile, self.model.config.vocab_size, self.device)
+        self._seams: list[Callable[[], object]] = [compiles, *seams] if rounds.captures else []
         self._prefills = Prefills(self.parts, rounds, prefill_rows if self._device_rule else 0)
         self._resting: Resting | None = None
         if weighs and isinstance(self.drafter, ModelDrafter) and rounds.sizes:
@@ -476,12 +478,14 @@ class DeviceWorker(Worker):
 
     @torch.inference_mode()
     def prepare_more(self) -> bool:
-        """Capture one round that sampled batches need; nothing is under way. Whether there was
-        one. Otherwise the first such batch of every size would wait for it."""
+        """Capture one round that sampled batches need, or one forward of those that the host
+        judges; nothing is under way. Whether there was one. Otherwise the first such batch of every
+        size would wait for it."""
         if self._later is None:
             kinds = (RoundKind(sampled=True), RoundKind(sampled=True, filtered=True))
             wanted = kinds if self._simulated is None and self._device_rule else ()
             self._later = [make for kind in wanted for make in self._every_round(kind)]
+            self._later += self._seams
         if not self._later:
             return False
         self._later.pop(0)()
