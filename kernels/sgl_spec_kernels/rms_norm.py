@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_spec_kernels.chain import chain, chained
+from sgl_spec_kernels.chain import chained, let_follow, wait_before
 
 _MOST_COLUMNS = 65536  # of a row, which one program holds whole
 COLUMNS_OF_A_WARP = 512
@@ -34,12 +34,14 @@ def _rms_norm(
     HAS_COPY: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    chain(CHAINED)
+    let_follow(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
+    # No kernel writes weights. Later the compiler would ask for them behind the rows' first use.
+    w = tl.load(weight + column, mask=inside, other=0.0)
+    wait_before(CHAINED)
     h = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         stream = residual + row * WIDTH + column
         h += tl.load(stream, mask=inside, other=0.0).to(tl.float32)
@@ -49,7 +51,8 @@ def _rms_norm(
             tl.store(copy + row * copy_stride + column, rounded, mask=inside)
         h = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(h * h, 0) / WIDTH + eps)
-    tl.store(out + row * out_stride + column, (h * scale * w).to(out.dtype.element_ty), mask=inside)
+    y = h * scale * w.to(tl.float32)
+    tl.store(out + row * out_stride + column, y.to(out.dtype.element_ty), mask=inside)
 
 
 def rms_norm(
