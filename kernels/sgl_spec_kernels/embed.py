@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_spec_kernels.chain import chain, chained
+from sgl_spec_kernels.chain import chained, let_follow, wait_before
 
 
 @triton.jit
@@ -35,24 +35,28 @@ def _embed(
     STREAM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    chain(CHAINED)
+    let_follow(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
+    if NORMED:  # no kernel writes weights
+        w = tl.load(weight + column, mask=inside & (part == 0), other=0.0)
+        if PARTS == 2:
+            other = tl.load(feature_weight + column, mask=inside & (part == 1), other=0.0)
+            w = tl.where(part == 0, w, other)
+    wait_before(CHAINED)
     if part == 0:
         source = table + tl.load(tokens + row).to(tl.int64) * WIDTH
-        w = weight
     else:
         source = features + row * feature_stride
-        w = feature_weight
     x = tl.load(source + column, mask=inside, other=0.0)
     if STREAM and PARTS == 1:
         tl.store(stream + row * WIDTH + column, x, mask=inside)
     if NORMED:
         h = x.to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(h * h, 0) / WIDTH + eps)
-        h = h * scale * tl.load(w + column, mask=inside, other=0.0).to(tl.float32)
+        h = h * scale * w.to(tl.float32)
         x = h.to(out.dtype.element_ty)
     if STREAM and PARTS == 2:
         tl.store(stream + row * WIDTH + column, x, mask=inside & (part == 1))
