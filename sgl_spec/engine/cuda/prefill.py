@@ -34,11 +34,12 @@ _EVERY_KIND = RoundKind(sampled=True, filtered=True)  # a forward draws too litt
 
 
 def row_counts(most: int) -> tuple[int, ...]:
-    """Rows of the forwards that are captured, up to at least `most`: the steps waste a tenth."""
+    """Rows of the forwards that are captured, up to at least `most`: the steps waste a few
+    percent, and are whole tiles of a matrix product."""
     counts: list[int] = []
     while not counts or counts[-1] < most:
         last = counts[-1] if counts else 0
-        step = 64 if last < 512 else 128 if last < 1024 else 256
+        step = 64 if last < 512 else 128
         counts.append(last + step)
     return tuple(counts)
 
