@@ -97,7 +97,15 @@ def test_other_rounds_between_are_no_waiting() -> None:
 def test_a_round_with_a_capture_does_not_count() -> None:
     device = Device()
     device.round(5.0)
-    device.clock.enter(ROWS, device.tenancy)
+    device.batch(1.0)  # the draft's
     device.clock.restart()
-    assert device.round(5.0, waits=400.0) == 0.0
+    device.now += 90.0
+    assert device.round(5.0, waits=1.0) == 0.0
+    assert device.round(5.0, waits=1.0) == 1.0
+
+
+def test_a_kernel_that_is_compiled_is_no_waiting() -> None:
+    device = Device()
+    device.round(5.0)
+    assert device.round(5.0, waits=2000.0) == 0.0
     assert device.round(5.0, waits=1.0) == 1.0

@@ -10,6 +10,7 @@ from sgl_spec.engine.cuda.rounds import IntArray
 from sgl_spec.engine.cuda.timing import Stopwatch
 
 _BLEND = 1 / 16  # weight of the newest round
+_MOST_WAITED = 250.0  # ms; in a longer time a kernel was compiled
 
 
 class SeamClock:
@@ -66,5 +67,7 @@ class SeamClock:
         self._whole = bool(self._watches)
 
     def _note(self, ms: float) -> None:
+        if ms > _MOST_WAITED:
+            return
         self.wait_ms += (_BLEND if self._known else 1.0) * (ms - self.wait_ms)
         self._known = True
