@@ -56,7 +56,8 @@ def work_bytes(config: ModelConfig, itemsize: int, shapes: Shapes) -> int:
     sampled = min(shapes.requests * config.vocab_size, DEVICE_ELEMENTS) * _SAMPLED
     counts = shapes.requests * config.vocab_size * 5  # of the texts with penalties
     adjusted = tree_rows * config.vocab_size * 4  # where the host judges
-    eager = max(shapes.prompt_rows, tree_rows) * row + logits + adjusted + drafted + sampled + counts
+    judged = sampled + counts + adjusted
+    eager = max(shapes.prompt_rows, tree_rows) * row + logits + drafted + judged
     graphs = 0
     if shapes.graphs:
         kept = CAPTURED_ROWS * (3 + shapes.captured) * config.hidden_size * itemsize
