@@ -111,6 +111,7 @@ def test_texts_are_the_same_with_and_without_trees(
         str(target),
         attention_backend="triton",
         speculative_algorithm="NGRAM",
+        speculative_ngram_index="trie",
         speculative_num_draft_tokens=NODES,
         chunked_prefill_size=2,
         disable_overlap_schedule=not overlap,
