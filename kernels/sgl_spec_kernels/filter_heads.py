@@ -37,8 +37,10 @@ def asked(slot, num_nodes, temperature, top_ks, top_ps, min_ps, vocab, WIDTH: tl
 
 @triton.jit
 def row_of(logits, row_offsets, slot, row_stride, WIDTH: tl.constexpr):
+    """(logits of a node, their row). A branch that depends on the row being at least 0, which it
+    is, has it loaded with all else that the branch depends on, not behind that."""
     at = tl.load(row_offsets + slot // WIDTH) + slot % WIDTH
-    return logits + at.to(tl.int64) * row_stride
+    return logits + at.to(tl.int64) * row_stride, at
 
 
 @triton.jit
@@ -62,11 +64,11 @@ def group_tops(
     """The highest logit of each group, -inf for one behind the vocabulary."""
     chain(CHAINED)
     slot, chunk = tl.program_id(0), tl.program_id(1)
-    row = row_of(logits, row_offsets, slot, row_stride, WIDTH)
+    row, at = row_of(logits, row_offsets, slot, row_stride, WIDTH)
     there, narrows, _, _, _, _ = asked(
         slot, num_nodes, temperature, top_ks, top_ps, min_ps, vocab, WIDTH
     )
-    if there & narrows:
+    if there & narrows & (at >= 0):
         SIZE: tl.constexpr = CHUNK // GROUPS
         group = tl.arange(0, GROUPS)
         token = chunk * CHUNK + group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -131,7 +133,7 @@ def find_floors(
         tl.store(sizes + slot, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def write_heads(
     logits,
     row_offsets,
@@ -146,6 +148,7 @@ def write_heads(
     keys,
     vocab,
     row_stride,
+    step,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -153,19 +156,21 @@ def write_heads(
     FEW: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """keys, sizes: the head. masses: of a chunk, where top_p needs the row's, and of its part of
-    the head."""
+    """keys, sizes: the head; a size beyond HEAD where it has no room. masses: of a chunk, where
+    top_p needs the row's, and of its part of the head. step: 1, which the compiler is not told, so
+    that lanes hold single tokens: keys are stored one by one, and moving them between lanes for
+    that would cost more than all else here."""
     chain(CHAINED)
     slot, chunk = tl.program_id(0), tl.program_id(1)
-    row = row_of(logits, row_offsets, slot, row_stride, WIDTH)
+    row, at = row_of(logits, row_offsets, slot, row_stride, WIDTH)
     there, narrows, t, top_k, top_p, _ = asked(
         slot, num_nodes, temperature, top_ks, top_ps, min_ps, vocab, WIDTH
     )
     top, floor = tl.load(marks + slot * 2), tl.load(marks + slot * 2 + 1)
-    if there & narrows:
+    if there & narrows & (at >= 0):
         token = chunk * CHUNK + tl.arange(0, CHUNK)
         inside = token < vocab
-        x = tl.load(row + token, mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.load(row + token * step, mask=inside, other=float("-inf")).to(tl.float32)
         mine = inside & (x >= floor)
         number = tl.sum(mine.to(tl.int32), 0)
         if (top_p < 1) & (top_k >= vocab):
@@ -173,8 +178,9 @@ def write_heads(
             both = masses + (slot * CHUNKS + chunk) * 2
             tl.store(both, tl.sum(mass, 0))
             tl.store(both + 1, tl.sum(tl.where(mine, mass, 0), 0))
-        if number > 0:
-            first = tl.atomic_add(sizes + slot, number)
-            at = first + tl.cumsum(mine.to(tl.int32), 0) - 1
+        if number > HEAD // 2:
+            tl.atomic_add(sizes + slot, HEAD + 1, sem="relaxed")
+        else:
+            to = tl.atomic_add(sizes + slot + token * 0, 1, mask=mine, sem="relaxed")
             head = keys + slot.to(tl.int64) * (HEAD + FEW)
-            tl.store(head + at, falling_key(x, token), mask=mine & (at < HEAD))
+            tl.store(head + to, falling_key(x, token), mask=mine & (to < HEAD))

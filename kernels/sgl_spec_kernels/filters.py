@@ -238,7 +238,7 @@ def _token_cuts(
 ):
     chain(CHAINED)
     slot = tl.program_id(0)
-    row = row_of(logits, row_offsets, slot, row_stride, WIDTH)
+    row, _ = row_of(logits, row_offsets, slot, row_stride, WIDTH)
     there, narrows, t, top_k, top_p, min_p = asked(
         slot, num_nodes, temperature, top_ks, top_ps, min_ps, vocab, WIDTH
     )
@@ -335,7 +335,7 @@ def token_cuts(
     )  # fmt: skip
     write_heads[(rows, chunks)](
         *where, *given, heads.marks, heads.sizes, heads.masses, heads.keys, vocab,
-        logits.stride(0), **parts, **head, num_warps=16, maxnreg=64, **sizes,
+        logits.stride(0), 1, **parts, **head, num_warps=16, **sizes,
     )  # fmt: skip
     _token_cuts[(rows,)](
         *where, *given, heads.marks, heads.sizes, heads.masses, heads.keys, cuts, vocab,
