@@ -8,8 +8,8 @@ per KV head, so a handful of tokens fills a tensor-core tile) over one split of 
 Where a block has more than one split, each leaves (acc, l, m) in the work space, and they are
 merged in the splits' order: out = sum_i exp(m_i - m) acc_i / sum_i exp(m_i - m) l_i. Few requests
 are split as often as fills the device, and a second kernel, with a program for every row, merges
-them. Of many requests only long ones are split, so that no program takes much longer than the
-others; the one of a block that is done last merges its splits.
+them. Of many requests only those are split that are longer than what a program has on average, so
+that none takes much longer than the others; the program of a block that is done last merges it.
 Lengths, slots and mask words are read on the device and the grid comes from bounds that the host
 knows, so a launch can be replayed in a CUDA graph while lengths grow.
 """
@@ -23,18 +23,22 @@ import triton
 from torch import Tensor
 
 from sgl_spec_kernels.chain import chained
-from sgl_spec_kernels.tree_attn_kernels import merge_kernel, tree_attn_kernel
+from sgl_spec_kernels.tree_attn_kernels import (
+    fair_split_kernel,
+    merge_kernel,
+    tree_attn_kernel,
+)
 
 TILES = {"split": (64, 4, 3), "long": (32, 4, 3), "long, wide": (64, 4, 3), "chunk": (64, 4, 3)}
 """KV columns at a time, warps and stages: where all requests are split, where only long ones are,
 with blocks of 16 rows and of more, and for chunks of prompts. Best on an H200 with heads of 128, by
 `bench kernels --sweep`."""
-MIN_SPLIT = 64  # least columns of a split, where all requests are split
-MAX_SPLITS = 32
-LONG_SPLIT, LONG_SPLIT_WIDE = 256, 384  # the same where long ones are
-LONG_SPLITS = 4
+MIN_SPLIT, MAX_SPLITS = 64, 16  # least columns of a split, where all requests are split
+LONG_SPLIT, LONG_SPLITS = 128, 8  # the same where long ones are
+FAIR_PROGRAMS = 317  # among which a fair share is calculated: 3 for each multiprocessor, less 20 %
 _PROGRAMS = 264  # two for each multiprocessor of an H200
-_MOST_SPLIT_ROWS = 1 << 15  # more programs are balanced by their number
+_FEW_BLOCKS = 64  # fewer are all split
+_MOST_PART_ROWS = 1 << 17  # of the work space; more programs are balanced by their number
 _LEAST_ROWS, _MOST_ROWS = 16, 64  # of a block
 MOST_TREE = 64  # rows of a request that have mask words, whose bits they are
 _LOG2_E = 1.4426950408889634
@@ -45,12 +49,13 @@ class AttnWork:
     """Where splits leave their parts. One launch at a time may use it.
 
     part: [rows * head_dim] float32. stats: [rows * 2] float32. arrived: [blocks] int32, splits that
-    are done; zero between launches.
+    are done; zero between launches. fair: [1] int32, columns that a program has on average.
     """
 
     part: Tensor
     stats: Tensor
     arrived: Tensor
+    fair: Tensor
 
     @classmethod
     def of(cls, rows: int, head_dim: int, device: torch.device | str) -> AttnWork:
@@ -60,6 +65,7 @@ class AttnWork:
             part=torch.empty(rows * width, dtype=torch.float32, device=device),
             stats=torch.empty(rows * 2, dtype=torch.float32, device=device),
             arrived=torch.zeros(rows // _LEAST_ROWS, dtype=torch.int32, device=device),
+            fair=torch.zeros(1, dtype=torch.int32, device=device),
         )
 
 
@@ -104,13 +110,14 @@ def attn_grid(batch: int, kv_heads: int, max_q_len: int, heads_per_kv: int) -> A
     block_m = min(max(triton.next_power_of_2(rows), _LEAST_ROWS), _MOST_ROWS)
     row_blocks = triton.cdiv(rows, block_m)
     programs = batch * kv_heads * row_blocks
-    splits = min(_PROGRAMS // programs, MAX_SPLITS)
-    if splits > 2:
+    if programs < _FEW_BLOCKS:
+        splits = min(_PROGRAMS // programs, MAX_SPLITS)
         return AttnGrid(block_m, row_blocks, splits, MIN_SPLIT, merges=False)
     # The programs of a prompt's chunk are many, and as long as each other.
-    long = max_q_len <= MOST_TREE and programs * block_m <= _MOST_SPLIT_ROWS
-    least = LONG_SPLIT if block_m == _LEAST_ROWS else LONG_SPLIT_WIDE
-    return AttnGrid(block_m, row_blocks, LONG_SPLITS if long else 1, least, merges=True)
+    splits = min(LONG_SPLITS, _MOST_PART_ROWS // (programs * block_m))
+    if max_q_len > MOST_TREE or splits < 2:
+        return AttnGrid(block_m, row_blocks, 1, LONG_SPLIT, merges=False)
+    return AttnGrid(block_m, row_blocks, splits, LONG_SPLIT, merges=True)
 
 
 def attn_work(
@@ -153,6 +160,9 @@ def plan_tree_attn(
         assert ints.is_contiguous(), f"{name} must be contiguous"
     batch = rows.shape[0]
     assert q_starts.shape[0] == batch + 1
+    grid = attn_grid(batch, kv_heads, max_q_len, heads_per_kv)
+    if grid.merges:
+        _share_fairly(prefix_lens, q_starts, tree_lens, kv_heads * grid.row_blocks, work)
     return AttnPlan(
         req_to_token,
         rows,
@@ -162,8 +172,28 @@ def plan_tree_attn(
         tree_lens,
         heads_per_kv,
         max_q_len * heads_per_kv,
-        attn_grid(batch, kv_heads, max_q_len, heads_per_kv),
+        grid,
         work,
+    )
+
+
+def _share_fairly(
+    prefix_lens: Tensor, q_starts: Tensor, tree_lens: Tensor | None, blocks: int, work: AttnWork
+) -> None:
+    """blocks: of a request."""
+    batch = prefix_lens.shape[0]
+    fair_split_kernel[(1,)](
+        prefix_lens,
+        q_starts,
+        tree_lens,
+        work.fair,
+        batch,
+        blocks,
+        FAIR_PROGRAMS,
+        LANES=max(triton.next_power_of_2(batch), 2),
+        HAS_TREE=tree_lens is not None,
+        num_warps=1 if batch <= 64 else 4,
+        **chained(prefix_lens.device),
     )
 
 
@@ -205,13 +235,14 @@ def tree_attn(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttnPlan, scale
         work.part,
         work.stats,
         work.arrived,
+        work.fair,
         scale * _LOG2_E,
         plan.req_to_token.stride(0),
         q.stride(0),
         k_cache.stride(0),
         grid.row_blocks,
         grid.min_split,
-        MERGES=grid.merges and grid.splits > 1,
+        MERGES=grid.merges,
         num_warps=warps,
         num_stages=stages,
         **shared,
@@ -243,7 +274,7 @@ def _tile(plan: AttnPlan, block_d: int, item: int) -> tuple[int, int, int]:
         return 32, 8, 2
     if plan.most_rows > 64 * plan.heads_per_kv:
         return TILES["chunk"]
-    if not plan.grid.merges:
+    if plan.grid.splits > 1 and not plan.grid.merges:
         return TILES["split"]
     return TILES["long" if plan.grid.block_m == _LEAST_ROWS else "long, wide"]
 

@@ -72,43 +72,74 @@ def _attend(
 
 
 @triton.jit
+def fair_split_kernel(
+    prefix_lens,
+    q_starts,
+    tree_lens,
+    fair,
+    batch,
+    blocks,
+    programs,
+    LANES: tl.constexpr,
+    HAS_TREE: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """fair: the columns of a program if `programs` shared those of all `blocks` blocks of each
+    request."""
+    chain(CHAINED)
+    lane = tl.arange(0, LANES)
+    columns = tl.load(prefix_lens + lane, mask=lane < batch, other=0)
+    if HAS_TREE:
+        columns += tl.load(tree_lens + lane, mask=lane < batch, other=0)
+    total = tl.sum(columns) + tl.load(q_starts + batch) - tl.load(q_starts)
+    tl.store(fair, (total * blocks // programs).to(tl.int32))
+
+
+@triton.jit
 def _splits(
     q_len,
     prefix,
     tree,
     block,
     num_splits,
-    min_split,
+    least,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """(columns that a block of rows may see, columns of a split, splits that there are)."""
+    """(columns that a block of rows may see, columns of a split, splits that there are), all splits
+    about as long. least: columns for which another one is begun."""
     length = prefix + tree + q_len
     if CAUSAL:
         length = tl.minimum(length, prefix + ((block + 1) * BLOCK_M - 1) // GROUP + 1)
-    share = tl.cdiv(tl.cdiv(length, num_splits), BLOCK_N) * BLOCK_N
-    share = tl.maximum(share, min_split)
+    wanted = tl.minimum(tl.cdiv(length, least), num_splits)
+    share = tl.cdiv(tl.cdiv(length, wanted), BLOCK_N) * BLOCK_N
     return length, share, tl.cdiv(length, share)
 
 
 @triton.jit
-def _merged(part, part_stats, first, between, splits, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+def _merged(
+    part, part_stats, first, between, splits, live, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """(acc, total) of a block's splits, in their order whichever of them was done last. first:
-    [BLOCK_M] the rows of split 0; between: rows from one split to the next."""
+    [BLOCK_M] the rows of split 0; between: rows from one split to the next; live: rows there are.
+    """
     dims = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     best = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     for split in range(splits):
         mine = first + split * between
-        m = tl.load(part_stats + mine * 2, cache_modifier=".cg")
-        l = tl.load(part_stats + mine * 2 + 1, cache_modifier=".cg")  # noqa: E741
+        m = tl.load(part_stats + mine * 2, mask=live, other=0.0, cache_modifier=".cg")
+        l = tl.load(  # noqa: E741
+            part_stats + mine * 2 + 1, mask=live, other=0.0, cache_modifier=".cg"
+        )
         higher = tl.maximum(best, m)
         level = tl.where(higher == float("-inf"), 0.0, higher)
         old, new = tl.exp2(best - level), tl.exp2(m - level)
-        parts = tl.load(part + mine[:, None] * BLOCK_D + dims[None, :], cache_modifier=".cg")
+        at = mine[:, None] * BLOCK_D + dims[None, :]
+        parts = tl.load(part + at, mask=live[:, None], other=0.0, cache_modifier=".cg")
         acc = acc * old[:, None] + parts * new[:, None]
         total = total * old + l * new
         best = higher
@@ -130,6 +161,7 @@ def tree_attn_kernel(
     part,
     part_stats,
     arrived,
+    fair,
     scale,
     table_stride,
     q_stride,
@@ -162,11 +194,14 @@ def tree_attn_kernel(
     tree = 0
     if HAS_TREE:
         tree = tl.load(tree_lens + request).to(tl.int32)
+    least = min_split
+    if MERGES:
+        least = tl.maximum(tl.load(fair), min_split)
     q_len = stop - start
     if block * BLOCK_M >= q_len * GROUP:
         return
     length, share, used_splits = _splits(
-        q_len, prefix, tree, block, tl.num_programs(1), min_split, GROUP, BLOCK_M, BLOCK_N, CAUSAL
+        q_len, prefix, tree, block, tl.num_programs(1), least, GROUP, BLOCK_M, BLOCK_N, CAUSAL
     )
     if split >= used_splits:
         return
@@ -214,17 +249,16 @@ def tree_attn_kernel(
         between = tl.num_programs(2) * row_blocks * kv_heads * BLOCK_M
         first = group * BLOCK_M + rows
         mine = split * between + first
-        kept = live | MERGES  # a merge here reads whole blocks, rows of nobody as well
-        tl.store(part_stats + mine * 2, best, mask=kept)
-        tl.store(part_stats + mine * 2 + 1, total, mask=kept)
-        tl.store(part + mine[:, None] * BLOCK_D + dims[None, :], acc, mask=kept[:, None])
+        tl.store(part_stats + mine * 2, best, mask=live)
+        tl.store(part_stats + mine * 2 + 1, total, mask=live)
+        tl.store(part + mine[:, None] * BLOCK_D + dims[None, :], acc, mask=live[:, None])
         if MERGES:  # whoever comes last
             tl.debug_barrier()
             done = tl.atomic_add(arrived + group, 1, sem="acq_rel") == used_splits - 1
             if done:
                 tl.store(arrived + group, 0)
                 acc, total = _merged(
-                    part, part_stats, first, between, used_splits, BLOCK_M, BLOCK_D
+                    part, part_stats, first, between, used_splits, live, BLOCK_M, BLOCK_D
                 )
     if not done:
         return

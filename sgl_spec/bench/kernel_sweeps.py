@@ -103,20 +103,21 @@ _TILES = [
 def sweep_attention(timed: Timer) -> list[dict[str, Any]]:
     """Times under other constants of `tree_attn`."""
     found: list[dict[str, Any]] = []
-    names = ("MIN_SPLIT", "_PROGRAMS", "LONG_SPLIT", "LONG_SPLIT_WIDE")
+    names = ("MIN_SPLIT", "_PROGRAMS", "LONG_SPLIT", "FAIR_PROGRAMS")
     before = dict(tree_attn.TILES), [getattr(tree_attn, name) for name in names]
-    few = [attention(*shape) for shape in TREES if shape[0] < 48]
-    many = [attention_mixed(*shape) for shape in MIXED]
+    few = [attention(*shape) for shape in TREES if shape[0] < 8]
+    many = [attention(*shape) for shape in TREES if shape[0] >= 8]
+    many += [attention_mixed(*shape) for shape in MIXED]
     for tile, min_split, programs in product(_TILES, (64, 128), (264, 528)):
         tree_attn.TILES["split"] = tile
         tree_attn.MIN_SPLIT, tree_attn._PROGRAMS = min_split, programs
         constants = {"tile": tile, "min_split": min_split, "programs": programs}
         found += [{"kernel": case.name, "us": _timed(timed, case, 8)} | constants for case in few]
     tree_attn._PROGRAMS = before[1][1]
-    for tile, long_split in product(_TILES, (128, 256, 384)):
+    for tile, programs in product(_TILES, (200, 264, 317, 396)):
         tree_attn.TILES |= {"long": tile, "long, wide": tile}
-        tree_attn.LONG_SPLIT = tree_attn.LONG_SPLIT_WIDE = long_split
-        constants = {"tile": tile, "long_split": long_split}
+        tree_attn.FAIR_PROGRAMS = programs
+        constants = {"tile": tile, "programs": programs}
         found += [{"kernel": case.name, "us": _timed(timed, case, 8)} | constants for case in many]
     for tokens, tile in product((512, 2048, 8192), _TILES):
         tree_attn.TILES["chunk"] = tile

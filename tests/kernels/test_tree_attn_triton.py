@@ -132,12 +132,38 @@ def run(case: Case, dtype: torch.dtype, device: str, seed: int) -> tuple[Tensor,
 def test_the_last_program_merges(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_attn, "_tile", lambda *_: (16, 4, 2))
     monkeypatch.setattr(tree_attn, "LONG_SPLIT", 32)
-    monkeypatch.setattr(tree_attn, "_PROGRAMS", 0)
+    monkeypatch.setattr(tree_attn, "_FEW_BLOCKS", 0)
+    monkeypatch.setattr(tree_attn, "FAIR_PROGRAMS", 10**9)  # 0 columns each
     monkeypatch.setattr(tree_attn, "_MOST_ROWS", 16)
     assert tree_attn.attn_grid(2, 2, 3, 2).merges
     case = SMALL[name]
     found, expected = run(case, torch.float32, "cpu", seed=3)
     assert relative_error(found, expected) < 1e-6, case.catches
+
+
+@INTERPRETED
+def test_only_long_requests_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_attn, "_tile", lambda *_: (16, 4, 2))
+    monkeypatch.setattr(tree_attn, "LONG_SPLIT", 16)
+    monkeypatch.setattr(tree_attn, "_FEW_BLOCKS", 0)
+    works: list[tree_attn.AttnWork] = []
+    made = tree_attn.AttnWork.of
+
+    def noted(*args: object) -> tree_attn.AttnWork:
+        works.append(made(*args))
+        return works[-1]
+
+    monkeypatch.setattr(tree_attn.AttnWork, "of", noted)
+    case = Case("a share that is not fair", [(20, 0, 1)] * 3 + [(100, 0, 1)])
+    for programs in (4, 16):
+        monkeypatch.setattr(tree_attn, "FAIR_PROGRAMS", programs)
+        found, expected = run(case, torch.float32, "cpu", seed=4)
+        assert relative_error(found, expected) < 1e-6, case.catches
+        # Two KV heads, 164 columns each.
+        assert works[-1].fair.tolist() == [2 * 164 // programs]
+        assert not works[-1].arrived.any()
+    few, many = (int(work.part.isfinite().sum()) for work in works)
+    assert 0 < few < many, "parts of the splits of the long one, then of all"
 
 
 @INTERPRETED
