@@ -91,7 +91,13 @@ def _before(row, head, size, listed, top, t, p, q, r, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _between(good, bad, vocab, sweep, PART: tl.constexpr):
+def _tight(bad, vocab):
+    """The same end of a window, behind no more than the ids that there are."""
+    return tl.minimum(bad, (((bad - 1) >> 32) << 32) + vocab)
+
+
+@triton.jit
+def _between(good, bad, sweep, PART: tl.constexpr):
     """A key inside a window of more than one, about PART quarters from its begin: by logit, then,
     of one logit, by id."""
     first, last = good >> 32, (bad - 1) >> 32
@@ -101,7 +107,7 @@ def _between(good, bad, vocab, sweep, PART: tl.constexpr):
     logit = tl.where(sweep < _LINEAR, even, bits)
     logit = tl.minimum(tl.maximum(logit, first + 1), last)
     least = good & 0xFFFFFFFF
-    most = tl.minimum(((bad - 1) & 0xFFFFFFFF) + 1, vocab)
+    most = ((bad - 1) & 0xFFFFFFFF) + 1
     one = (first << 32) + least + (most - least) * PART // 4
     one = tl.minimum(tl.maximum(one, good + 1), bad - 1)
     return tl.where(last > first, logit << 32, one)
@@ -158,15 +164,16 @@ def _last_kept(
     good = place(top) << 32
     number, mass = size * 0, good * 0  # before `good`
     sweep = size * 0
+    bad = _tight(bad, vocab)
     while (number_bad - number > FEW) & (bad > good + 1):
-        p = _between(good, bad, vocab, sweep, 1)
-        q = _between(good, bad, vocab, sweep, 2)
-        r = _between(good, bad, vocab, sweep, 3)
+        p = _between(good, bad, sweep, 1)
+        q = _between(good, bad, sweep, 2)
+        r = _between(good, bad, sweep, 3)
         n_p, n_q, n_r, m_p, m_q, m_r = _before(row, head, size, listed, top, t, p, q, r, BLOCK)
         has_p = _keeps(n_p, m_p, p, top, t, top_k, limit, min_p)
         has_q = has_p & _keeps(n_q, m_q, q, top, t, top_k, limit, min_p)
         has_r = has_q & _keeps(n_r, m_r, r, top, t, top_k, limit, min_p)
-        bad = tl.where(has_r, bad, tl.where(has_q, r, tl.where(has_p, q, p)))
+        bad = _tight(tl.where(has_r, bad, tl.where(has_q, r, tl.where(has_p, q, p))), vocab)
         number_bad = tl.where(has_r, number_bad, tl.where(has_q, n_r, tl.where(has_p, n_q, n_p)))
         good = tl.where(has_r, r, tl.where(has_q, q, tl.where(has_p, p, good)))
         number = tl.where(has_r, n_r, tl.where(has_q, n_q, tl.where(has_p, n_p, number)))

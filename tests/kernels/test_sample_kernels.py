@@ -242,7 +242,8 @@ def check_rejection(kind: str, batch: int, nodes: int, vocab: int, *, hot: bool)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("vocab", [16, 17, 65])
 @pytest.mark.parametrize(
-    ("kind", "head"), [("random", 16), ("random", 64), ("ties", 64), ("flat", 16), ("masked", 64)]
+    ("kind", "head"),
+    [("random", 16), ("random", 64), ("ties", 64), ("flat", 16), ("masked", 16), ("masked", 64)],
 )
 def test_cuts(kind: str, head: int, vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Vocabularies around one and four chunks. A head of 16 is too short for most rows, which then
