@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from sgl_spec.bench.stages import Recorder, Replacement, Wrapped, as_stage, replaced
-from sgl_spec.engine.cuda import host_round, ngram_round, rest, rounds
+from sgl_spec.engine.cuda import host_round, ngram_round, plain_round, rounds, tree_round
 from sgl_spec.engine.cuda.graphs import Replayed
 from sgl_spec.engine.cuda.ngram import DeviceNgram
 from sgl_spec.engine.cuda.worker import DeviceWorker
@@ -53,23 +53,23 @@ def _device(engine: Engine, recorder: Recorder) -> Iterator[Replacement]:
     model: Any = engine.model
     weights = total_bytes([*model.stack.tensors(), model.norm])
     verify = _reading(recorder, weights, model.kv_bytes_per_token, rounds.verify)
-    for module in (rounds, host_round, ngram_round, rest):
+    for module in (plain_round, tree_round, host_round, ngram_round):
         yield module, "verify", as_stage(recorder, "verify", verify)
     head = _reading(recorder, total_bytes(model.lm_head.tensors()), 0, model.raw_logits)
     yield model, "raw_logits", Wrapped(recorder, "output layer", head)
-    functions = {"build_tree": "tree build", "grow_tree": "tree build", "move_path": "compaction"}
-    for name, stage in functions.items():
-        yield rounds, name, as_stage(recorder, stage, getattr(rounds, name))
-    methods: list[tuple[Any, str, str]] = [
+    stages: list[tuple[Any, str, str]] = [
+        (tree_round, "build_tree", "tree build"),
+        (tree_round, "grow_tree", "tree build"),
+        (rounds, "move_path", "compaction"),
         (rounds.Acceptance, "accept", "sample and follow"),
-        (rounds._Drafting, "grow", "draft steps"),
+        (tree_round.Drafting, "grow", "draft steps"),
         (ngram_round.NgramRound, "_draft", "drafting"),
         (ngram_round.NgramRound, "_learn", "tell the drafter"),
-        (rounds.Extension, "extend", "draft extend"),
+        (tree_round.Extension, "extend", "draft extend"),
         (rounds.Requests, "begin", "row state"),
         (rounds.Acceptance, "finish", "row state"),
     ]
-    for owner, name, stage in methods:
+    for owner, name, stage in stages:
         yield owner, name, as_stage(recorder, stage, getattr(owner, name))
     if engine.draft_model is not None:
         yield from _draft_reads(engine.draft_model, recorder)

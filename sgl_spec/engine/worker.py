@@ -303,11 +303,7 @@ class Worker:
         return self._sampling[1]
 
     def _decode(self, batch: DecodeBatch) -> StepOutput:
-        sampling = self._sampling_rows(batch.rows)
-        lengths = batch.committed + 1
-        draft = DraftBatch(
-            batch.rows, lengths, batch.max_nodes, self.tokens, sampling, self._plain_ms(batch)
-        )
+        draft, sampling = self._draft_batch(batch), self._sampling_rows(batch.rows)
         planned = self._plan_tree(draft, batch.remaining)
         # A device has its forward before all else, and all that reads a tree on it before that.
         forward, masks = self._tree_rows(planned, batch), token_masks(planned)
@@ -324,6 +320,12 @@ class Worker:
         self._round = _Round(draft, planned, accepted, offsets, features)
         logprobs = self.logprobs.of_emitted(batch.rows, accepted, logits, offsets)
         return self._output(draft, planned, accepted, logprobs)
+
+    def _draft_batch(self, batch: DecodeBatch) -> DraftBatch:
+        """What a drafter may know of a batch."""
+        rows, lengths, most = batch.rows, batch.committed + 1, batch.max_nodes
+        sampling, plain_ms = self._sampling_rows(rows), self._plain_ms(batch)
+        return DraftBatch(rows, lengths, most, self.tokens, sampling, plain_ms)
 
     def _tree_rows(self, planned: TokenTree, batch: DecodeBatch) -> ForwardBatch:
         """The rows that verify these trees."""

@@ -15,7 +15,7 @@ from sgl_spec import LLM
 from sgl_spec.engine.batch import Batch, DecodeBatch, Launched
 from sgl_spec.engine.cuda import worker as device_worker
 from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
-from sgl_spec.engine.cuda.drafting import HostDrafting
+from sgl_spec.engine.cuda.drafting import HostDrafting, HostTreeRounds
 from sgl_spec.engine.cuda.worker import DeviceWorker
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
@@ -120,11 +120,13 @@ def test_texts_are_the_same_with_and_without_trees(
     worker = llm.engine.scheduler.worker
     assert isinstance(worker, DeviceWorker)
     monkeypatch.setattr(device_worker, "Stopwatch", Watch)
-    worker.rounds.sizes, worker.shapes = (ROWS,), TreeShapes((ROWS,), NODES)
+    source = worker.source
+    assert isinstance(source, HostTreeRounds)
+    worker.rounds.sizes, source.shapes = (ROWS,), TreeShapes((ROWS,), NODES)
     texts = [prompt + new for prompt, new in zip(PROMPTS, expected, strict=True)]
     drafter = worker.drafter = Prophet(texts)
-    worker.costs = known(worker.shapes)
-    worker._trees = HostDrafting(drafter, worker.costs)
+    worker.costs = source.costs = known(source.shapes)
+    source.drafting = HostDrafting(drafter, source.costs)
     launches: list[tuple[bool, int]] = []  # whether it is a round, and behind how many batches
     launch = worker.launch
 

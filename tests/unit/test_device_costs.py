@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ pytest.importorskip("triton")
 
 from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
 from sgl_spec.engine.cuda.drafting import HostDrafting
-from sgl_spec.engine.cuda.running import Running
+from sgl_spec.engine.cuda.graphs import Replayed
+from sgl_spec.engine.cuda.running import Planned, RunningRound
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
 
@@ -107,9 +109,10 @@ def batch_of(lengths: list[int]) -> DraftBatch:
 def finished(drafting: HostDrafting, batch: DraftBatch, *, taken: list[int], look: bool) -> None:
     """A round without trees that gave a token each."""
     size = len(taken)
-    running = Running(
+    planned = Planned(cast(Replayed, None), batch)  # it has run
+    running = RunningRound(
         rows=batch.rows, tenancy=batch.rows, final=batch.rows, size=size, results=None,
-        proposed=[0] * size, draft=batch,
+        proposed=[0] * size, planned=planned,
     )  # fmt: skip
     given = np.tile(np.array([1, 5], np.int32), (size, 1))
     drafting.tell(running, batch.lengths, given)

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from sgl_spec.engine.cuda.rest import Resting
+from sgl_spec.engine.cuda.model_rounds import Resting
 from sgl_spec.speculative.draft_economy import DraftEconomy
 
 

@@ -8,23 +8,23 @@ after it was seen.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from sgl_spec.engine.cuda.costs import DeviceCosts
-from sgl_spec.engine.cuda.graphs import Replayed
-from sgl_spec.engine.cuda.running import Running
-from sgl_spec.engine.cuda.timing import timed
+from sgl_spec.engine.batch import DecodeBatch
+from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
+from sgl_spec.engine.cuda.graphs import Replayed, Rounds
+from sgl_spec.engine.cuda.host_round import HostRound
+from sgl_spec.engine.cuda.rounds import Parts, RoundKind
+from sgl_spec.engine.cuda.running import Planned, RunningRound
+from sgl_spec.engine.cuda.sources import ShapedRounds
 from sgl_spec.speculative.array_tree import ArrayTree, accepted_of
 from sgl_spec.speculative.base import DraftBatch, Drafter
 from sgl_spec.speculative.prune import choose, useful_nodes
 from sgl_spec.speculative.tree import TokenTree
-
-logger = logging.getLogger(__name__)
 
 IntArray = npt.NDArray[np.int64]
 
@@ -36,7 +36,7 @@ class _Told:
     """A round that is over. lengths: [B] of its requests' texts before it. given: [B, 1 + N], how
     many tokens it gave, and which. taken: how many of them its requests took."""
 
-    round: Running
+    round: RunningRound
     lengths: IntArray
     given: IntArray
     taken: list[int] | None = None
@@ -56,16 +56,6 @@ class HostDrafting:
         self._look = None if costs is None else look
         self.idle = False
         self._told: _Told | None = None
-
-    def prepare(self, shapes: list[tuple[int, int]], made: Callable[[int, int], Replayed]) -> None:
-        """Make all rounds, the largest first, and time those that are to be weighed. shapes: batch
-        sizes and rows. made: the round of one of them."""
-        for size, rows in sorted(shapes, key=lambda shape: shape[1], reverse=True):
-            round_ = made(size, rows)
-            if self.costs is not None:
-                self.costs.know(size, rows, timed(round_))
-        if self.costs is not None:
-            logger.info("Rounds in ms: %s", self.costs)
 
     def stats(self) -> dict[str, float]:
         """device_wait_ms: how long the device lately waited for the trees of a round."""
@@ -98,7 +88,7 @@ class HostDrafting:
         if self._look is not None:
             self.idle = rate < batch / costs.plain_ahead(batch)
 
-    def tell(self, launched: Running, lengths: IntArray, given: IntArray) -> None:
+    def tell(self, launched: RunningRound, lengths: IntArray, given: IntArray) -> None:
         """What a round gave its requests; see `_Told`."""
         self._told = _Told(launched, lengths, given)
 
@@ -125,9 +115,9 @@ class HostDrafting:
 
     def _inform(self, told: _Told, taken: IntArray) -> DraftBatch | None:
         """Let the drafter observe a round. Returns where its requests stand now."""
-        assert told.round.draft is not None
-        draft = replace(told.round.draft, lengths=told.lengths)
-        tree, given = told.round.tree, told.given
+        planned, given = told.round.planned, told.given
+        assert planned.draft is not None
+        draft, tree = replace(planned.draft, lengths=told.lengths), planned.tree
         if tree is None and not taken.all():  # ended while this round ran behind
             (index,) = np.nonzero(taken)
             draft, given, taken = draft.take(index), given[index], taken[index]
@@ -139,10 +129,10 @@ class HostDrafting:
         self.drafter.observe(draft, tree.tensors(), accepted_of(tree, emitted, counts, taken))
         return replace(draft, lengths=draft.lengths + taken)
 
-    def _note_times(self, launched: Running) -> None:
+    def _note_times(self, launched: RunningRound) -> None:
         if self.costs is None or launched.watch is None:
             return
-        tree, size = launched.tree, launched.size
+        tree, size = launched.planned.tree, launched.size
         self.costs.ran(size, 0 if tree is None else tree.drafts, launched.watch.ms())
         if launched.before is not None:
             self.costs.waited(size, launched.before.ms_until(launched.watch))
@@ -152,3 +142,89 @@ class HostDrafting:
         found = ArrayTree.of(look(draft))
         choice = choose(found, self.costs.table(found.batch))
         self._weigh(found.batch, choice.rate, self.costs)
+
+
+class HostTreeRounds(ShapedRounds):
+    """Rounds over the trees of a drafter on the host, or without any. texts: [rows, width], every
+    request's. draft_of: what the drafter may know of a batch, sampling included."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        rounds: Rounds,
+        shapes: TreeShapes,
+        costs: DeviceCosts | None,
+        drafter: Drafter,
+        *,
+        texts: npt.NDArray[np.int32],
+        draft_of: Callable[[DecodeBatch], DraftBatch],
+    ) -> None:
+        super().__init__(parts, rounds, shapes, costs)
+        self.drafting = HostDrafting(drafter, costs)
+        self.texts, self._draft_of = texts, draft_of
+
+    def begin(self) -> None:
+        """See `RoundSource`."""
+        self.drafting.begin()
+
+    def close(self) -> None:
+        """See `RoundSource`. The drafter is told while it still knows the request."""
+        self.drafting.learn()
+
+    def waits(self) -> bool:
+        """See `RoundSource`: trees follow tokens that the host knows."""
+        return not self.drafting.idle
+
+    def plan(self, batch: DecodeBatch, kind: RoundKind, *, behind: bool) -> Planned:
+        """See `RoundSource`."""
+        size, draft, weighed = len(batch.rows), self._seen(batch), self.costs is not None
+        tree = None if behind else self.drafting.plan(draft, batch.remaining)
+        drafts = 0 if tree is None else tree.drafts
+        if not drafts:
+            return Planned(self.plain(size, kind), draft, timed=weighed)
+        return Planned(
+            self.round_of(*self.shapes.fit(size, drafts), kind), draft, tree, timed=weighed
+        )
+
+    def _seen(self, batch: DecodeBatch) -> DraftBatch:
+        """What the drafter may look at, as far as the host knows."""
+        if self.drafting.looks:
+            return DraftBatch(batch.rows, batch.committed + 1, batch.max_nodes, self.texts)
+        return self._draft_of(batch)
+
+    def round_of(self, size: int, rows: int, kind: RoundKind) -> Replayed:
+        """See `ShapedRounds`."""
+        if rows == size:
+            return self.plain(size, kind)
+        nodes = self.shapes.most_nodes
+        return self.rounds.get(
+            ("host", size, rows, kind),
+            lambda: HostRound(self.parts, size, kind, rows, nodes),
+            size,
+        )
+
+    def proposed(self, batch: DecodeBatch, planned: Planned) -> list[int]:
+        """See `RoundSource`."""
+        if planned.tree is None:
+            return super().proposed(batch, planned)
+        counts: list[int] = (planned.tree.num_nodes - 1).tolist()
+        return counts
+
+    def collected(self, launched: RunningRound, lengths: IntArray, given: IntArray) -> list[int]:
+        """See `RoundSource`."""
+        self.drafting.tell(launched, lengths, given)
+        return launched.proposed
+
+    def observe(self, taken: list[int], *, behind: bool) -> None:
+        """See `RoundSource`."""
+        self.drafting.observe(taken)
+        if behind:
+            self.drafting.learn(look=True)
+
+    def settle(self) -> None:
+        """See `RoundSource`: the drafter hears of the round before."""
+        self.drafting.learn()
+
+    def stats(self) -> dict[str, float]:
+        """See `RoundSource`."""
+        return self.drafting.stats()

@@ -205,7 +205,7 @@ class Forwards:
         if key not in self.rounds and self.clock is not None:
             self.clock.restart()  # a capture takes longer than what is to be timed
         self.shapes.add(shape)
-        return self.rounds.captured(key, lambda: self._make(shape))
+        return self.rounds.get(key, lambda: self._make(shape))
 
     def _make(self, shape: Shape) -> PaddedForward:
         role = self.role

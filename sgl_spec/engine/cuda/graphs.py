@@ -58,28 +58,20 @@ class Rounds:
         """The batch size that a batch is run with."""
         return next((size for size in self.sizes if size >= batch), batch)
 
-    def get(self, key: Hashable, batch: int, make: Callable[[], Round]) -> Replayed:
-        """The round of this key; `make` builds it. batch: its size, from `padded`."""
+    def get(self, key: Hashable, make: Callable[[], Round], batch: int | None = None) -> Replayed:
+        """The round of this key; `make` builds it. batch: its size, from `padded`: of sizes that
+        are not captured it is made anew each time. None: it is captured if any is."""
         known = self._made.get(key)
         if known is not None:
             return known
         start = time.perf_counter()
-        made = Replayed(make())
-        if self._pool is not None and batch in self.sizes:
+        made, wanted = Replayed(make()), batch is None or batch in self.sizes
+        if self._pool is not None and wanted:
             made.capture(self._pool)
-        if batch in self.sizes or self._pool is None:
+        if self._pool is None or wanted:
             self._made[key] = made
         logger.debug("Made the round %s in %.2f s", key, time.perf_counter() - start)
         return made
-
-    def captured(self, key: Hashable, make: Callable[[], Round]) -> Replayed:
-        """The round of this key, whatever its size: captured if any is, and kept."""
-        if key not in self._made:
-            made = Replayed(make())
-            if self._pool is not None:
-                made.capture(self._pool)
-            self._made[key] = made
-        return self._made[key]
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._made

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from sgl_spec.engine.cuda.costs import TreeShapes
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
-from sgl_spec.engine.cuda.rounds import IntArray, Parts, Requests, RoundKind, _Drafting
+from sgl_spec.engine.cuda.rounds import IntArray, Parts, Requests, RoundKind
 from sgl_spec.engine.cuda.seam import SeamClock
+from sgl_spec.engine.cuda.tree_round import Drafting
 from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.model_drafter import ModelDrafter
@@ -37,7 +38,7 @@ class Growth:
         self.parts, self.draft = parts, draft
         self.requests = Requests(parts, batch, kind)
         self.rows = self.requests.rows
-        self.drafting = _Drafting(parts, draft, self.requests)
+        self.drafting = Drafting(parts, draft, self.requests)
         self.tree = device_tree(batch, draft.nodes, device)
         self.out = torch.zeros(batch, 2 * draft.nodes + 1, dtype=torch.int64, device=device)
 
@@ -76,7 +77,7 @@ class TreeGrower:
         key = ("growth", size, kind)
         if key not in self.rounds and self.clock is not None:
             self.clock.restart()  # a capture takes longer than what is to be timed
-        return self.rounds.get(key, size, lambda: Growth(self.parts, size, kind))
+        return self.rounds.get(key, lambda: Growth(self.parts, size, kind), size)
 
     def later(self) -> list[Callable[[], object]]:
         """What makes the graphs that small batches need, in moments without work."""

@@ -1,4 +1,4 @@
-"""Rounds over trees that the host made, and plain decoding, which is one of roots alone."""
+"""Rounds over trees that the host made."""
 
 from __future__ import annotations
 
@@ -31,16 +31,9 @@ class _HostTree:
         self.tokens, self.parents, self.depths, self.words = trees
         parts = [part.numpy() for part in torch.split(self.host, sizes)]
         self._flat, self._wide = parts[:8], [part.reshape(batch, nodes) for part in parts[8:]]
-        self._plain: IntArray | None = None  # requests of which roots alone were sent
 
-    def fill(self, rows: IntArray, filler: int, tree: ArrayTree | None) -> None:
-        """Write all of it and send it; what roots alone say of the same requests again is there
-        already."""
-        if tree is None:
-            tree, known = ArrayTree.roots(np.zeros(len(rows), np.int64)), self._plain
-            if known is not None and np.array_equal(known, rows):
-                return
-        self._plain = rows.copy() if self._wide[0].shape[1] == 1 else None
+    def fill(self, rows: IntArray, filler: int, tree: ArrayTree) -> None:
+        """Write all of it and send it."""
         self._write(rows, filler, tree)
         send(self.host, self.block)
 
@@ -70,8 +63,7 @@ class HostRound:
     """A round over trees that the host made, `total` rows in all. See `rounds.Round`.
 
     The trees are ragged: rows are shared by the requests of a batch, so many small trees and few
-    large ones cost the same. Trees of one node are plain decoding; their tokens are the device's
-    own, so such a round may be launched before the host knows them.
+    large ones cost the same.
     """
 
     def __init__(self, parts: Parts, batch: int, kind: RoundKind, total: int, nodes: int) -> None:
@@ -84,13 +76,13 @@ class HostRound:
         self.out, self.lengths = self.acceptance.out, self.acceptance.lengths
         self.positions = torch.zeros(total, dtype=torch.int64, device=device)
         self.slots = torch.zeros_like(self.positions)
-        if nodes == 1:
-            self.tree.row_tokens = self.requests.at.last
-            self.tree.tokens = self.requests.at.last[:, None]
 
     def load(self, rows: IntArray, tree: ArrayTree | None) -> None:
-        """Give it its requests and trees; None where trees are roots alone. Requests behind them
-        fill the batch up."""
+        """Give it its requests and trees; requests behind them fill the batch up. None, of no
+        requests, as a round is captured."""
+        if tree is None:
+            assert not len(rows)
+            tree = ArrayTree.roots(rows)
         self.tree.fill(rows, self.parts.rows.filler, tree)
 
     def __call__(self) -> None:

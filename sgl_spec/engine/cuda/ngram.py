@@ -7,8 +7,6 @@ grammar, penalties, ...) this is an ordinary drafter that asks the same index.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,8 +21,6 @@ from sgl_spec.speculative.chain_scores import ChainScores
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
 from sgl_spec_kernels import ngram
 from sgl_spec_kernels.ngram import CUTOFFS, MOST_MATCHED, ORDERS
-
-logger = logging.getLogger(__name__)
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
@@ -236,14 +232,3 @@ class RoundSizes:
         gains = self._gains_of(size, facts[:, 0], facts[:, 1])
         before = self._gains.get(size)
         self._gains[size] = gains if before is None else before + _BLEND * (gains - before)
-
-    def prepare(self, time_of: Callable[[int, int], float], padded: Sequence[int]) -> None:
-        """Time all rounds, the largest first. time_of: milliseconds of one by batch size and
-        rows. padded: sizes of rounds without drafts."""
-        shapes = [*self.shapes, *((size, size) for size in padded)]
-        for size, rows in sorted(shapes, key=lambda shape: shape[1], reverse=True):
-            taken = time_of(size, rows)
-            if self.costs is not None:
-                self.costs.know(size, rows, taken)
-        if self.costs is not None:
-            logger.info("Rounds in ms: %s", self.costs)

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from sgl_spec.engine.batch import DecodeBatch
+from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
+from sgl_spec.engine.cuda.graphs import Replayed, Rounds
+from sgl_spec.engine.cuda.ngram import DeviceNgram, RoundSizes
 from sgl_spec.engine.cuda.rounds import Acceptance, IntArray, Parts, Requests, RoundKind, verify
+from sgl_spec.engine.cuda.running import Planned, RunningRound
+from sgl_spec.engine.cuda.sources import ShapedRounds
 from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec_kernels import ngram
@@ -111,3 +118,53 @@ class NgramRound:
         walked = self.acceptance.walked
         ngram.keep(self.index, self.rows, committed, walked, filler, places, known)
         ngram.learn(self.index, places, known)
+
+
+class NgramRounds(ShapedRounds):
+    """Rounds with the index of `drafter`."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        rounds: Rounds,
+        shapes: TreeShapes,
+        costs: DeviceCosts | None,
+        drafter: DeviceNgram,
+    ) -> None:
+        super().__init__(parts, rounds, shapes, costs)
+        self.drafter = drafter
+        self.sizes = RoundSizes(shapes, drafter.scores, costs)
+
+    def open(self, row: int, most: int) -> None:
+        """See `RoundSource`."""
+        self.drafter.expect(row, most)
+
+    def plan(self, batch: DecodeBatch, kind: RoundKind, *, behind: bool) -> Planned:
+        """See `RoundSource`."""
+        self.drafter.sync()
+        requests = len(batch.rows)
+        size, rows = self.sizes.choose(requests, self.rounds.padded(requests))
+        replayed = self.round_of(size, rows, kind)
+        program = replayed.program
+        assert isinstance(program, NgramRound)
+        return Planned(replayed, facts=program.facts[:requests])
+
+    def round_of(self, size: int, rows: int, kind: RoundKind) -> Replayed:
+        """See `ShapedRounds`."""
+        mine = self.drafter
+
+        def make() -> NgramRound:
+            index, depths = mine.index, mine.depths
+            return NgramRound(self.parts, size, kind, rows, mine.nodes, index, depths)
+
+        return self.rounds.get(("ngram", size, rows, kind), make, size)
+
+    def collected(self, launched: RunningRound, lengths: IntArray, given: IntArray) -> list[int]:
+        """See `RoundSource`."""
+        assert launched.facts is not None
+        facts = launched.facts.wait().numpy().astype(np.int64)
+        self.sizes.note(facts)
+        if not launched.forced:
+            self.drafter.learn(facts, given[:, 0].astype(np.int64) - 1)
+        counts: list[int] = (facts[:, 2] - 1).tolist()
+        return counts

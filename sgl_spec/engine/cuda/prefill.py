@@ -219,6 +219,6 @@ class Prefills:
             self._captured(size)
 
     def _captured(self, size: int) -> Replayed:
-        return self._rounds.captured(
+        return self._rounds.get(
             ("prefill", size), lambda: PrefillRound(self._parts, size, PREFILL_REQUESTS_CUDA)
         )

@@ -1,4 +1,4 @@
-"""Rounds in which a draft model rests, and when: speculation must not make a batch slower."""
+"""Plain decoding on the device: rounds of roots alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 
 from sgl_spec.engine.cuda.rounds import (
     Acceptance,
-    Extension,
     IntArray,
     Parts,
     Requests,
@@ -15,28 +14,27 @@ from sgl_spec.engine.cuda.rounds import (
     even_starts,
     verify,
 )
+from sgl_spec.engine.cuda.tree_round import Extension
 from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.speculative.array_tree import ArrayTree
-from sgl_spec.speculative.draft_economy import DraftEconomy
 from sgl_spec_kernels.tree_rows import tree_rows
 
-_BLEND = 1 / 16  # weight of the newest resting round
 
-
-class RestRound:
-    """Plain decoding that the draft model follows, so that its KV has no holes when it drafts
-    again. See `rounds.Round`."""
+class PlainRound:
+    """A round without drafts. Its roots are the device's own, so it may be launched before the host
+    knows them. A draft model, if there is one, follows: its KV has no holes when it drafts again.
+    See `rounds.Round`."""
 
     def __init__(self, parts: Parts, batch: int, kind: RoundKind) -> None:
-        draft, device = parts.draft, parts.table.device
-        assert draft is not None
-        self.parts, self.capture = parts, draft.model.capture
+        draft = parts.draft
+        self.parts = parts
         self.requests = Requests(parts, batch, kind)
         self.rows = self.requests.rows
         self.acceptance = Acceptance(parts, self.requests, 1, 0)
         self.out, self.lengths = self.acceptance.out, self.acceptance.lengths
-        self.extension = Extension(parts, draft, self.requests, 0)
-        self.starts = even_starts(batch, 1, device)
+        self.capture = () if draft is None else draft.model.capture
+        self.extension = None if draft is None else Extension(parts, draft, self.requests, 0)
+        self.starts = even_starts(batch, 1, parts.table.device)
         self.tree = Roots.of(self.requests.at.last)
         self.zeros, self.ones = torch.zeros_like(self.rows), torch.ones_like(self.rows)
         self.positions, self.slots = torch.zeros_like(self.rows), torch.zeros_like(self.rows)
@@ -48,7 +46,7 @@ class RestRound:
 
     def __call__(self) -> None:
         mine, parts = self.requests, self.parts
-        mine.begin(texts=True)
+        mine.begin(texts=self.extension is not None)
         each = self.starts[:-1]
         tree_rows(
             each, self.zeros, self.zeros, mine.at.committed, self.rows, parts.table,
@@ -67,31 +65,6 @@ class RestRound:
         )
         logits, features = verify(parts.model, batch, parts.kv, self.capture)
         self.acceptance.accept(self.tree, logits, each)
-        self.extension.extend(self.acceptance.walked, features)
+        if self.extension is not None:
+            self.extension.extend(self.acceptance.walked, features)
         self.acceptance.finish()
-
-
-class Resting:
-    """Whether a draft model drafts for the next round; see `DraftEconomy`, which decides by what
-    rounds brought and took. Times of rounds at rest are known by padded batch size."""
-
-    def __init__(self, economy: DraftEconomy) -> None:
-        self.economy = economy
-        self._rest_ms: dict[int, float] = {}
-
-    def drafts(self, size: int) -> bool:
-        """size: of the padded batch."""
-        plain = self._rest_ms.get(size)
-        return plain is None or self.economy.drafts(size, plain)
-
-    def know(self, size: int, ms: float) -> None:
-        """A round at rest takes so long."""
-        self._rest_ms[size] = ms
-
-    def note(self, size: int, requests: int, tokens: int, ms: float, *, drafted: bool) -> None:
-        """A round of `requests`, run as `size`, brought `tokens` in `ms`."""
-        if drafted:
-            # In tokens of a full batch, since the time is one's.
-            self.economy.note_round(size, round(tokens * size / requests), ms)
-        elif size in self._rest_ms:
-            self._rest_ms[size] += _BLEND * (ms - self._rest_ms[size])
