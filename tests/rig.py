@@ -7,11 +7,12 @@ from collections.abc import Callable
 from fakes import EOS, OracleDrafter, RandomDrafter, SumModel
 
 from sgl_spec.engine.kv_pool import ceil_page
+from sgl_spec.engine.limits import Limits
 from sgl_spec.engine.metrics import EngineCounters
 from sgl_spec.engine.policy import tree_reserve
 from sgl_spec.engine.req import Req, make_req
 from sgl_spec.engine.runner import Runner
-from sgl_spec.engine.scheduler import Limits, Scheduler
+from sgl_spec.engine.scheduler import Scheduler
 from sgl_spec.engine.slots import SlotManager
 from sgl_spec.engine.worker import Worker
 from sgl_spec.messages import OutputChunk

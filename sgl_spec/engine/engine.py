@@ -11,15 +11,11 @@ from typing import Any
 
 import msgspec
 import psutil
-import torch
 
 from sgl_spec.args import ServerArgs
 from sgl_spec.engine.calibrate import CostMeter, measure_costs
-from sgl_spec.engine.cuda.costs import TreeShapes
 from sgl_spec.engine.device import device_name, fitting, resolve_device
 from sgl_spec.engine.drafting import (
-    device_index_bytes,
-    device_index_tokens,
     find_draft_model,
     load_draft_model,
     make_drafter,
@@ -30,18 +26,7 @@ from sgl_spec.engine.drafting import (
 from sgl_spec.engine.grammar import Compile, make_compiler, refuse_all
 from sgl_spec.engine.grammar_jobs import GrammarJobs
 from sgl_spec.engine.kv_pool import ceil_page, floor_page
-from sgl_spec.engine.memory import (
-    ROUND_KINDS,
-    SEAM_DRAFT_GRAPHS,
-    SEAM_GRAPHS,
-    GpuMemory,
-    Shapes,
-    cpu_room,
-    gpu_hint,
-    least_slots,
-    pool_slots,
-    work_bytes,
-)
+from sgl_spec.engine.limits import Limits
 from sgl_spec.engine.metrics import EngineCounters, RoundLog, Throughput
 from sgl_spec.engine.policy import (
     PREFILL_REQUESTS_CUDA,
@@ -50,7 +35,8 @@ from sgl_spec.engine.policy import (
 )
 from sgl_spec.engine.profiling import Profiler
 from sgl_spec.engine.req import make_req
-from sgl_spec.engine.scheduler import Limits, Scheduler
+from sgl_spec.engine.scheduler import Scheduler
+from sgl_spec.engine.sizing import Sizing
 from sgl_spec.engine.slots import SlotManager
 from sgl_spec.engine.worker import Worker
 from sgl_spec.errors import InvalidRequestError
@@ -81,7 +67,6 @@ class Engine:
         self.args = resolved.for_device(self.device.type)
         register_drafters(self.args)
         self._free_at_start = psutil.virtual_memory().available
-        self._work = 0  # bytes that a GPU's forwards need beside weights and KV
         self.model_dir, self.tokenizer_dir = self._directories()
         self._draft = find_draft_model(self.args)
         with fitting("The weights", self.device):
@@ -115,9 +100,10 @@ class Engine:
         self.context_length = config.context_length
         with fitting("The draft's weights", self.device):
             self.draft_model = load_draft_model(args, self._draft, self.model, self.tokenizer_dir)
+        self.sizing = Sizing(args, self.device, self.model, self.draft_model, self._free_at_start)
         reserve, page = tree_reserve(args.round_slots), args.page_size
         width = ceil_page(self.context_length + reserve + page - 1, page)
-        self.num_slots = self._pool_slots(width)
+        self.num_slots = self.sizing.pool_slots(width)
         rows = min(args.max_running_requests, max(1, self.num_slots // (reserve + page)))
         self.slots = SlotManager(
             num_slots=self.num_slots,
@@ -131,7 +117,7 @@ class Engine:
         kv = self.model.new_kv_cache(self.slots.cache_slots)
         self.rule = rule_of(args)
         self.drafter = make_drafter(
-            args, self.model, self.slots, self.draft_model, self._index_tokens
+            args, self.model, self.slots, self.draft_model, self.sizing.index_tokens
         )
         self.slots.reads_ahead = follows_kv(self.drafter) and self.drafter.reads_ahead
         self.worker = self._make_worker(kv, rows)
@@ -156,7 +142,7 @@ class Engine:
         from sgl_spec.engine.cuda.graphs import Rounds
         from sgl_spec.engine.cuda.worker import DeviceWorker
 
-        sizes = self._graph_sizes(rows)
+        sizes = self.sizing.graph_sizes(rows)
         worker = DeviceWorker(
             self.model,
             kv,
@@ -164,20 +150,11 @@ class Engine:
             rounds=Rounds(sizes, captures=bool(sizes)),
             most_nodes=args.tree_nodes,
             weighs=self._weighs,
-            prefill_rows=self._prefill_budget,
+            prefill_rows=self.sizing.prefill_budget,
             **options,
         )
         worker.prepare()
         return worker
-
-    def _reserve_work(self, width: int) -> None:
-        """Make the models' work space, so that what is left of the memory is known. width: most
-        positions of a request."""
-        args = self.args
-        self.model.reserve(args.max_running_requests, args.tree_nodes, width)
-        if self.draft_model is not None:
-            most = max(args.round_slots, args.tree_nodes)
-            self.draft_model.reserve(args.max_running_requests, most, width)
 
     def _costs(self, kv: KVCache, rows: int) -> CostMeter | None:
         """What verifying costs, where a drafter's trees may be cut by it."""
@@ -201,69 +178,6 @@ class Engine:
         """Whether the slot table has a copy on the device."""
         return self.device.type != "cpu" or self.model.kernels == "triton"
 
-    def _pool_slots(self, width: int) -> int:
-        """Slots of the KV pools. width: most slots of a request."""
-        args, per_token = self.args, self._kv_bytes_per_token()
-        if self.device.type == "cpu":
-            draft = 0 if self.draft_model is None else self.draft_model.weight_bytes
-            weights = self.model.weight_bytes + draft
-            return pool_slots(args, cpu_room(args, self._free_at_start, weights), per_token, width)
-        self._reserve_work(width)
-        memory = GpuMemory.read(self.device)
-        config, itemsize = self.model.config, self.model.dtype.itemsize
-        self._work = work_bytes(config, itemsize, self._largest_shapes())
-        self._work += device_index_bytes(self._index_tokens)
-        if args.max_total_tokens is not None:
-            memory.check_slots(args.max_total_tokens, per_token, self._work)
-            return pool_slots(args, 0, per_token, width)
-        room = memory.room(args.mem_fraction_static, self._work)
-        hint = gpu_hint(memory, self._work, least_slots(args, width) * per_token)
-        return pool_slots(args, room, per_token, width, hint)
-
-    @property
-    def _index_tokens(self) -> int:
-        return device_index_tokens(self.args, self.model, self.context_length)
-
-    def _largest_shapes(self) -> Shapes:
-        """What the largest forwards will hold."""
-        args, draft = self.args, self.draft_model
-        prompt_rows = self._prefill_budget
-        if args.chunked_prefill_size == -1:
-            prompt_rows = max(prompt_rows, self.context_length)
-        sizes = self._graph_sizes(args.max_running_requests)
-        trees = TreeShapes(sizes, args.tree_nodes) if draft is None and args.tree_nodes > 1 else ()
-        seams = SEAM_GRAPHS + (0 if draft is None else 2 * SEAM_DRAFT_GRAPHS)
-        return Shapes(
-            prompt_rows=prompt_rows,
-            requests=args.max_running_requests,
-            nodes=args.tree_nodes,
-            captured=0 if draft is None else len(draft.capture),
-            draft_columns=0 if draft is None else draft.logit_width,
-            graphs=ROUND_KINDS * (len(sizes) + len(trees)) + (seams if sizes else 0),
-        )
-
-    def _graph_sizes(self, rows: int) -> tuple[int, ...]:
-        """Batch sizes whose rounds are captured as CUDA graphs; () where none is."""
-        args, capturable = self.args, self.model.backend.capturable
-        if self.device.type != "cuda" or args.disable_cuda_graph or not capturable:
-            return ()
-        from sgl_spec.engine.cuda.graphs import capture_sizes  # a CPU server needs no triton
-
-        return capture_sizes(rows, args.cuda_graph_bs, args.cuda_graph_max_bs)
-
-    @property
-    def _prefill_budget(self) -> int:
-        """Prompt tokens of one forward."""
-        chunk, most = self.args.chunked_prefill_size, self.args.max_prefill_tokens
-        assert chunk is not None, "decided with the device"
-        return most if chunk == -1 else min(chunk, most)
-
-    def _kv_bytes_per_token(self) -> int:
-        """Bytes of one slot in the target's cache and in the draft model's."""
-        draft = self.draft_model
-        own = 0 if draft is None else draft.kv_bytes_per_token
-        return self.model.kv_bytes_per_token + own
-
     def _grammar_compiler(self) -> Compile:
         if self.args.grammar_backend == "none":
             return refuse_all("is not supported: the server runs with --grammar-backend none")
@@ -277,8 +191,8 @@ class Engine:
             max_running=rows,
             max_queued=args.max_queued_requests,
             max_request_tokens=min(self.context_length, alone),
-            prefill_budget=self._prefill_budget,
-            prefill_requests=PREFILL_REQUESTS_CUDA if self._graph_sizes(rows) else None,
+            prefill_budget=self.sizing.prefill_budget,
+            prefill_requests=PREFILL_REQUESTS_CUDA if self.sizing.graph_sizes(rows) else None,
             prefills_in_a_row=PREFILLS_IN_A_ROW_CUDA if self.device.type == "cuda" else 1,
             chunked=args.chunked_prefill_size != -1,
             draft_tokens=args.tree_nodes,
@@ -316,26 +230,7 @@ class Engine:
             "speculative_algorithm": self.args.speculative_algorithm,
             "draft_tokens": self.args.tree_nodes,
             "acceptance_rule": self.rule.name,
-            "memory": self._memory(),
-        }
-
-    def _memory(self) -> dict[str, float]:
-        """GB of weights and KV caches, the draft model's included and by itself; of a GPU also what
-        is set aside for work space and CUDA graphs, and its memory."""
-        draft, kv = self.draft_model, self.num_slots * self._kv_bytes_per_token()
-        gpu = {}
-        if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            gpu = {"work": self._work / 1e9, "total": total / 1e9, "free": free / 1e9}
-        own = 0 if draft is None else draft.weight_bytes
-        target_kv = self.num_slots * self.model.kv_bytes_per_token
-        return {
-            "weight": (self.model.weight_bytes + own) / 1e9,
-            "kvcache": kv / 1e9,
-            "draft_weight": own / 1e9,
-            "draft_kvcache": (kv - target_kv) / 1e9,
-            "token_capacity": self.num_slots,
-            **gpu,
+            "memory": self.sizing.memory(self.num_slots),
         }
 
     @property

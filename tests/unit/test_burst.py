@@ -12,9 +12,10 @@ import pytest
 from fakes import VOCAB
 
 from sgl_spec.engine.batch import Batch, Launched, PrefillBatch, StepOutput
+from sgl_spec.engine.limits import Limits
 from sgl_spec.engine.metrics import EngineCounters
 from sgl_spec.engine.req import Req, make_req
-from sgl_spec.engine.scheduler import Limits, Scheduler
+from sgl_spec.engine.scheduler import Scheduler
 from sgl_spec.engine.slots import SlotManager
 from sgl_spec.request import SamplingParams, TokenizedRequest
 from sgl_spec.serving_options import CHUNK_TOKENS_CUDA
