@@ -155,7 +155,8 @@ class SamplingBench:
         self.worker.costs = None  # whole trees, also where they do not pay
         self.verify = self.worker._verify = _Clock(self.worker._verify)
         self.draw = self.worker.rule = _Clock(self.worker.rule)
-        self.count = self.worker._count = _Clock(self.worker._count)
+        rows = self.worker.sampling
+        self.count = rows.count = _Clock(rows.count)
         texts = free_prompts(options.requests)
         prompts = [self.llm.encode(text) for text in texts]
         size = options.prompt_tokens

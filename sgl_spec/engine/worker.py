@@ -34,16 +34,16 @@ from sgl_spec.engine.following import Follower
 from sgl_spec.engine.kv_pool import SlotTable, compact_slots
 from sgl_spec.engine.logprobs import LogprobReader, PerRequest
 from sgl_spec.engine.req import Req
+from sgl_spec.engine.row_sampling import RowSampling
 from sgl_spec.layers.context import ForwardBatch, KVCache
 from sgl_spec.layers.transfer import on_device, wait_for
-from sgl_spec.request import Logprobs, SamplingParams
+from sgl_spec.request import Logprobs
 from sgl_spec.speculative.base import DraftBatch, Drafter, settle
 from sgl_spec.speculative.grammar import Constraint, mask_tree, token_masks
-from sgl_spec.speculative.penalties import TokenCounts
 from sgl_spec.speculative.propose import require_sampled
 from sgl_spec.speculative.prune import MIN_GAIN, CostTable, bounded, prune
 from sgl_spec.speculative.rules import AcceptanceRule, FollowRule
-from sgl_spec.speculative.sampling import SamplingRows, TokenMasks, build_rows
+from sgl_spec.speculative.sampling import TokenMasks
 from sgl_spec.speculative.topology import Topology
 from sgl_spec.speculative.tree import AcceptResult, TokenTree, narrow, root_only
 from sgl_spec_kernels.kv_move import move_kv_rows
@@ -114,14 +114,10 @@ class Worker:
         self.follow: AcceptanceRule = FollowRule()  # first tokens are drawn by it
         self.rule = rule or self.follow
         self.topology = topology
-        self.eos_ids = model.config.eos_token_ids
         self.tokens: npt.NDArray[np.int32] = np.zeros(table.host.shape, dtype=np.int32)
         self.logprobs = LogprobReader(model)
-        self._params: dict[int, tuple[SamplingParams, int]] = {}
+        self.sampling = RowSampling(model, len(self.tokens))
         self._constraints: dict[int, Constraint] = {}  # of the rows that have one
-        self._sampling: tuple[bytes, SamplingRows] | None = None
-        self._counts: TokenCounts | None = None  # made when a request with penalties comes
-        self._counted: npt.NDArray[np.bool_] = np.zeros(len(self.tokens), dtype=np.bool_)
         self._drafting: set[int] = set()
         self._round: _Round | None = None
 
@@ -131,22 +127,11 @@ class Worker:
         """Fill the row of an admitted request."""
         row = req.held.row
         self.tokens[row, : len(req.ids)] = req.ids
-        self._params[row] = (req.sampling, req.prompt_len)
         if req.constraint is not None:
             self._constraints[row] = req.constraint
         self.follower.open(row, req.held.committed_len)
         self.logprobs.open(req)
-        self._sampling = None
-        self._start_counts(req)
-
-    def _start_counts(self, req: Req) -> None:
-        row, penalised = req.held.row, req.sampling.penalised
-        self._counted[row] = penalised
-        if penalised:
-            if self._counts is None:
-                vocab = self.model.config.vocab_size
-                self._counts = TokenCounts(len(self.tokens), vocab, self.device)
-            self._counts.start(row, req.ids[: req.prompt_len], req.ids[req.prompt_len :])
+        self.sampling.open(req)
 
     def begin(self, req: Req) -> None:
         """The request's prompt is in the KV cache and its next token is drawn: it may be drafted
@@ -260,7 +245,7 @@ class Worker:
         roots = torch.from_numpy(self.tokens[rows, lengths - 1].astype(np.int64))
         logits = self.model.logits(hidden)
         offsets = torch.arange(len(rows))
-        sampling = self._sampling_rows(rows)
+        sampling = self.sampling.of(rows)
         tree = self._constrain(root_only(roots), rows).to(self.device)
         drawn = self.follow(
             tree,
@@ -271,39 +256,12 @@ class Worker:
             masks=token_masks(tree),
         )
         accepted = drawn.on_host()
-        self._count(rows, accepted)
+        self.sampling.count(rows, accepted)
         logprobs = self.logprobs.of_emitted(rows, accepted, logits, offsets)
         return accepted.tokens[:, 0], logprobs
 
-    def _count(self, rows: IntArray, accepted: AcceptResult) -> None:
-        """Add new tokens to the counts of the requests that have penalties."""
-        counted = torch.from_numpy(self._counted[rows])
-        if self._counts is None or not bool(counted.any()):
-            return
-        new = torch.arange(accepted.tokens.shape[1]) < accepted.counts[:, None]
-        new &= counted[:, None]
-        row_of = torch.from_numpy(rows)[:, None].expand_as(new)
-        pairs = on_device(torch.stack((row_of[new], accepted.tokens[new])), self.device)
-        self._counts.add(pairs[0], pairs[1])
-
-    def _sampling_rows(self, rows: IntArray) -> SamplingRows:
-        """Parameters of a batch, built again only when its membership changes."""
-        key = rows.tobytes()
-        if self._sampling is None or self._sampling[0] != key:
-            params = [self._params[row] for row in rows.tolist()]
-            built = build_rows(
-                [p for p, _ in params],
-                [n for _, n in params],
-                self.eos_ids,
-                self.device,
-                counts=self._counts,
-                request_rows=rows.tolist(),
-            )
-            self._sampling = (key, built)
-        return self._sampling[1]
-
     def _decode(self, batch: DecodeBatch) -> StepOutput:
-        draft, sampling = self._draft_batch(batch), self._sampling_rows(batch.rows)
+        draft, sampling = self._draft_batch(batch), self.sampling.of(batch.rows)
         planned = self._plan_tree(draft, batch.remaining)
         # A device has its forward before all else, and all that reads a tree on it before that.
         forward, masks = self._tree_rows(planned, batch), token_masks(planned)
@@ -316,7 +274,7 @@ class Worker:
         found = self.rule(tree, logits, starts, sampling, committed, masks=masks)
         self._keep_path(rows, committed, tree.width, found)
         accepted, offsets = found.on_host(), offsets.cpu()
-        self._count(batch.rows, accepted)
+        self.sampling.count(batch.rows, accepted)
         self._round = _Round(draft, planned, accepted, offsets, features)
         logprobs = self.logprobs.of_emitted(batch.rows, accepted, logits, offsets)
         return self._output(draft, planned, accepted, logprobs)
@@ -324,7 +282,7 @@ class Worker:
     def _draft_batch(self, batch: DecodeBatch) -> DraftBatch:
         """What a drafter may know of a batch."""
         rows, lengths, most = batch.rows, batch.committed + 1, batch.max_nodes
-        sampling, plain_ms = self._sampling_rows(rows), self._plain_ms(batch)
+        sampling, plain_ms = self.sampling.of(rows), self._plain_ms(batch)
         return DraftBatch(rows, lengths, most, self.tokens, sampling, plain_ms)
 
     def _tree_rows(self, planned: TokenTree, batch: DecodeBatch) -> ForwardBatch:
