@@ -33,12 +33,13 @@ TILES = {"split": (64, 4, 3), "long": (32, 4, 3), "long, wide": (64, 4, 3), "chu
 """KV columns at a time, warps and stages: where all requests are split, where only long ones are,
 with blocks of 16 rows and of more, and for chunks of prompts. Best on an H200 with heads of 128, by
 `bench kernels --sweep`."""
-MIN_SPLIT, MAX_SPLITS = 64, 16  # least columns of a split, where all requests are split
-LONG_SPLIT, LONG_SPLITS = 128, 8  # the same where long ones are
+MIN_SPLIT, MAX_SPLITS = 64, 32  # least columns of a split, where all requests are split
+LONG_SPLIT, LONG_SPLITS = 128, 4  # the same where long ones are
 FAIR_PROGRAMS = 317  # among which a fair share is calculated: 3 for each multiprocessor, less 20 %
 _PROGRAMS = 264  # two for each multiprocessor of an H200
 _FEW_BLOCKS = 64  # fewer are all split
 _MOST_PART_ROWS = 1 << 17  # of the work space; more programs are balanced by their number
+_MERGED_AT_ONCE = 8  # splits
 _LEAST_ROWS, _MOST_ROWS = 16, 64  # of a block
 MOST_TREE = 64  # rows of a request that have mask words, whose bits they are
 _LOG2_E = 1.4426950408889634
@@ -259,8 +260,8 @@ def tree_attn(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttnPlan, scale
             grid.splits,
             grid.min_split,
             kv_heads,
-            MOST_SPLITS=triton.next_power_of_2(grid.splits),
-            num_warps=2 if grid.splits <= 8 else 4,
+            AT_ONCE=min(triton.next_power_of_2(grid.splits), _MERGED_AT_ONCE),
+            num_warps=2,
             **shared,
         )
     return out

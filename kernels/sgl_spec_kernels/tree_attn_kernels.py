@@ -285,7 +285,7 @@ def merge_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_TREE: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -307,20 +307,29 @@ def merge_kernel(
     )
     if (folded >= q_len * GROUP) | (used_splits < 2):
         return
-    split, dims = tl.arange(0, MOST_SPLITS), tl.arange(0, BLOCK_D)
-    there = split < used_splits
+    dims = tl.arange(0, BLOCK_D)
     group = (request * row_blocks + block) * kv_heads + kv_head
-    mine = (split * tl.num_programs(1) * row_blocks * kv_heads + group) * BLOCK_M
-    mine += folded % BLOCK_M
-    m = tl.load(part_stats + mine * 2, mask=there, other=float("-inf"))
-    l = tl.load(part_stats + mine * 2 + 1, mask=there, other=0.0)  # noqa: E741
-    at = mine[:, None] * BLOCK_D + dims[None, :]
-    parts = tl.load(part + at, mask=there[:, None], other=0.0)
-    best = tl.max(m, 0)
+    acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+    total = tl.zeros([], dtype=tl.float32)
+    best = tl.full([], float("-inf"), dtype=tl.float32)
+    # A few at a time: most texts are short, and what is masked out costs time as well.
+    for first in range(0, used_splits, AT_ONCE):
+        split = first + tl.arange(0, AT_ONCE)
+        there = split < used_splits
+        mine = (split * tl.num_programs(1) * row_blocks * kv_heads + group) * BLOCK_M
+        mine += folded % BLOCK_M
+        m = tl.load(part_stats + mine * 2, mask=there, other=float("-inf"))
+        l = tl.load(part_stats + mine * 2 + 1, mask=there, other=0.0)  # noqa: E741
+        at = mine[:, None] * BLOCK_D + dims[None, :]
+        parts = tl.load(part + at, mask=there[:, None], other=0.0)
+        higher = tl.maximum(best, tl.max(m, 0))
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        old, weight = tl.exp2(best - level), tl.exp2(m - level)
+        acc = acc * old + tl.sum(parts * weight[:, None], 0)
+        total = total * old + tl.sum(l * weight, 0)
+        best = higher
     # A row whose word is empty and that has no prefix sees nothing: 0, not NaN.
-    weight = tl.exp2(m - tl.where(best == float("-inf"), 0.0, best))
-    total = tl.sum(l * weight, 0)
-    acc = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    acc = acc / tl.where(total > 0, total, 1.0)
     row = (start + folded // GROUP).to(tl.int64) * kv_heads * GROUP + kv_head * GROUP
     to = out + (row + folded % GROUP) * DIM + dims
     tl.store(to, acc.to(out.dtype.element_ty), mask=dims < DIM)

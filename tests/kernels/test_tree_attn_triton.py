@@ -172,6 +172,7 @@ def test_equals_its_twin(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_attn, "_tile", lambda *_: (16, 4, 2))
     monkeypatch.setattr(tree_attn, "MIN_SPLIT", 32)
     monkeypatch.setattr(tree_attn, "_MOST_ROWS", 16)
+    monkeypatch.setattr(tree_attn, "_MERGED_AT_ONCE", 2)  # of up to four splits
     case = SMALL[name]
     found, expected = run(case, torch.float32, "cpu", seed=1)
     assert relative_error(found, expected) < 1e-6, case.catches
