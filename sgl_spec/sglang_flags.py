@@ -50,7 +50,7 @@ _WEIGHTS = "load the checkpoint in its own dtype, or choose one with --dtype"
 _NO_LORA = "merge the adapter into the checkpoint first"
 _PLAIN_TEXT = "the reply's text is returned whole; parse it in the client"
 _JSON_BLANKS = "between tokens of JSON there is nothing, a space, or a line break and indentation"
-_GRAPHLESS_PROMPTS = "prompt chunks are not run as CUDA graphs"
+_PROMPT_GRAPHS = "prompt chunks have CUDA graphs whose sizes are the server's own and cannot be set"
 _GRAPHS_OFF = "CUDA graphs are turned off with --disable-cuda-graph"
 _NOT_COMPILED = "the forward is not compiled"
 _OTHER_DRAFTER = (
@@ -124,10 +124,10 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--disable-cuda-graph-padding": _ignored_switch(
         "batches are filled up to the sizes of --cuda-graph-bs"
     ),
-    "--cuda-graph-max-bs-prefill": _ignored(_GRAPHLESS_PROMPTS),
-    "--cuda-graph-bs-prefill": _ignored(_GRAPHLESS_PROMPTS, several=True),
+    "--cuda-graph-max-bs-prefill": _ignored(_PROMPT_GRAPHS),
+    "--cuda-graph-bs-prefill": _ignored(_PROMPT_GRAPHS, several=True),
     "--cuda-graph-backend-decode": _ignored(_GRAPHS_OFF),
-    "--cuda-graph-backend-prefill": _ignored(_GRAPHLESS_PROMPTS),
+    "--cuda-graph-backend-prefill": _ignored(_PROMPT_GRAPHS),
     "--watchdog-timeout": _ignored(_NO_TIMER),
     "--soft-watchdog-timeout": _ignored(_NO_TIMER),
     "--sleep-on-idle": _ignored_switch("an idle engine waits without spinning"),
