@@ -1,7 +1,7 @@
 """Time every device kernel beside its floor and torch's equivalent. The floor is the longer of
 bytes / measured bandwidth and floating-point operations / the card's rate of products in bfloat16.
 
-python -m sgl_spec.bench kernels [--sweep [WHAT ...]] [--only WORD] [--output FILE]
+python -m sgl_spec.bench kernels [--sweep [WHAT ...]] [--only WORD] [--json FILE]
 
 Times are of one call inside a CUDA graph that goes round many sets of inputs, so that what a call
 reads lies in no cache; least of several replays, by CUDA events. Needs a CUDA device.
@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--sweep", nargs="*", choices=SWEEPS, help="time other constants too, all or these"
     )
-    parser.add_argument("--output", type=Path, help="append the result to this file, a JSON line")
+    parser.add_argument("--json", help="append one JSON row to this file")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise ConfigError("bench kernels needs a CUDA device; torch sees none.")
@@ -125,5 +125,5 @@ def main(argv: Sequence[str]) -> None:
     }
     if options.sweep is not None:
         result |= {name: SWEEPS[name](time_us) for name in options.sweep or SWEEPS}
-    if options.output is not None:
-        write_row(options.output, result)
+    if options.json:
+        write_row(Path(options.json), result)
