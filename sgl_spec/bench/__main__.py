@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from sgl_spec.errors import SglSpecError
+from sgl_spec.options import near
 
 COMMANDS = {
     "accept": "accept length of a drafter on Spec-Bench, by group and tree shape",
@@ -28,10 +29,13 @@ COMMANDS = {
 
 def main(argv: Sequence[str]) -> int:
     """Run `sgl_spec.bench.COMMAND.main(rest)`. Returns the exit code."""
+    if argv and argv[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
     if not argv or argv[0] not in COMMANDS:
-        asked_for_help = bool(argv) and argv[0] in ("-h", "--help")
-        print(_usage(), file=sys.stdout if asked_for_help else sys.stderr)
-        return 0 if asked_for_help else 2
+        unknown = f"{argv[0]} is no benchmark{near(argv[0], COMMANDS)}.\n" if argv else ""
+        print(unknown + _usage(), file=sys.stderr)
+        return 2
     try:
         importlib.import_module(f"sgl_spec.bench.{argv[0]}").main(argv[1:])
     except SglSpecError as error:

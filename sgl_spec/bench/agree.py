@@ -24,6 +24,7 @@ import torch
 from sgl_spec.args import ServerArgs
 from sgl_spec.bench.accept import CHAT, TASKS, questions
 from sgl_spec.bench.report import provenance, say, table, write_row
+from sgl_spec.contradictions import contradiction
 from sgl_spec.errors import ConfigError
 from sgl_spec.llm import LLM, Completion
 from sgl_spec.request import LogprobParams
@@ -110,6 +111,10 @@ class AgreeBench:
         for name in ("speculative_algorithm", "speculative_draft_model_path"):
             if name in self.flags:
                 raise ConfigError("agree takes drafters from --drafters.")
+        for drafter in options.drafters:
+            refusal = contradiction(ServerArgs(**self._drafting(drafter)))
+            if refusal is not None:
+                raise ConfigError(f"--drafters {drafter}: {refusal}")
         self.prompts: list[list[int]] = []
         self.facts: dict[str, Any] = {
             "model_path": self.flags["model_path"],
@@ -200,6 +205,8 @@ def _keywords(args: ServerArgs) -> dict[str, Any]:
     found = {}
     for field in fields(args):
         value = getattr(args, field.name)
+        if field.name == "without_effect":
+            continue
         if field.default is MISSING or value != field.default:
             found[field.name] = value
     return found

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from sgl_spec.bench.offline import Case, Run, Transformers
 from sgl_spec.bench.report import provenance, table, write_row
 from sgl_spec.bench.serving import read_prompts
+from sgl_spec.engine.device import resolve_device
 from sgl_spec.errors import ConfigError
 from sgl_spec.models.checkpoint import resolve_checkpoint
 from sgl_spec.models.config import STORED_DTYPES
@@ -27,7 +28,7 @@ from sgl_spec.text import load_tokenizer
 def main(argv: Sequence[str]) -> None:
     """`python -m sgl_spec.bench peer`."""
     options = _parser().parse_args(argv)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = resolve_device(options.device)
     dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     directory = resolve_checkpoint(options.model_path)
     prompts = _prompts(options, load_tokenizer(directory))
@@ -37,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
     found = {
         "model_path": options.model_path,
         "dtype": dtype,
-        "device": str(device),
+        "device": device.type,
         "prompts": options.prompts,
         "new_tokens": options.max_tokens,
         "tokens_per_s": [run.speed for run in runs],
@@ -57,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-path", default="smollm2")
     parser.add_argument("--prompts", type=int, default=4, help="the first of bench96")
     parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--device", help="default: cuda where there is one")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", choices=STORED_DTYPES, help="default: bfloat16 on a GPU")
     parser.add_argument("--json", help="append one JSON row to this file")
     return parser

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sgl_spec.bench.__main__ import main
 from sgl_spec.bench.agree import AgreeBench
@@ -26,7 +27,7 @@ def test_exact_arithmetic_agrees(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "row.json"
-    assert agree(tiny_model_dir, out) == 0
+    assert agree(tiny_model_dir, out, "--log-requests") == 0  # a flag that changes nothing
     row = json.loads(out.read_text())
     (ngram,) = row["rows"]
     assert (ngram["drafter"], ngram["prompts"], ngram["agree"]) == ("NGRAM", PROMPTS, PROMPTS)
@@ -80,6 +81,21 @@ def test_refusals(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "--prompts must be at most 280, got 999" in capsys.readouterr().err
 
 
+def test_unknown_drafters_are_refused_before_anything_is_decoded(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.delattr(AgreeBench, "_answers")
+    assert agree(tiny_model_dir, tmp_path / "row.json", "--drafters", "NGRAM", "FOO") == 2
+    assert "--drafters FOO: --speculative-algorithm must be one of" in capsys.readouterr().err
+
+
+def test_unknown_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["servin"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("servin is no benchmark (did you mean serving?).\nusage:")
+    assert "  kernels " in shown
+
+
 def test_transformers(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,3 +108,6 @@ def test_transformers(
     assert (row["dtype"], row["device"]) == ("float32", "cpu")
     assert main([*argv, "--prompts", "97"]) == 2
     assert "--prompts must be from 1 to 96" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert main([*argv, "--device", "cuda"]) == 2
+        assert "--device must be cpu or auto, got cuda" in capsys.readouterr().err
