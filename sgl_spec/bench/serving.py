@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import torch
 import uvloop
 
 from sgl_spec.bench.load import Call, Target, ask, closed_loop
@@ -268,11 +269,11 @@ def _measure(options: argparse.Namespace, argv: Sequence[str], server: OwnServer
 
 
 def _started(server: OwnServer) -> str:
+    ready = f"ready after {server.started.seconds:.1f} s"
+    if not torch.cuda.is_available():
+        return ready
     before, after = server.started.triton_cache_entries
-    return (
-        f"ready after {server.started.seconds:.1f} s; kernels in the triton cache before "
-        f"{before or 0}, after {after or 0}"
-    )
+    return f"{ready}; kernels in the triton cache before {before or 0}, after {after or 0}"
 
 
 def _without_key(argv: Sequence[str]) -> list[str]:
@@ -296,7 +297,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["1:6", "8:24", "48:96"],
         metavar="C:N",
-        help="concurrency, and how many of the first prompts are sent",
+        help="concurrency, and how many of the first prompts are sent (C alone: all of them)",
     )
     parser.add_argument("--prompts", default="bench96", help="a bundled file's name, or a path")
     parser.add_argument("--warmup", default="warm36", help="likewise")

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from serving import ROOT, Launch, Server
 
 from sgl_spec.bench.serving import read_prompts
@@ -142,6 +143,7 @@ def test_a_server_of_its_own(tiny_model_dir: Path, tmp_path: Path) -> None:
     done = bench("serving", *flags, **env)
     assert done.returncode == 0, done.stderr
     assert "ready after" in done.stdout
+    assert ("triton" in done.stdout) == torch.cuda.is_available()
     row = json.loads(out.read_text())
     assert (row["commit"], row["dirty"]) == ("abc", True)
     assert row["start"]["flags"] == flags[flags.index("--launch") + 1 :]
