@@ -311,9 +311,13 @@ def _run(options: argparse.Namespace, argv: Sequence[str], url: str, own: OwnSer
     print(table(["ended", "requests"], sorted(found.ends.items())))
     print(
         f"{len(jobs)} requests, {found.tokens} tokens in {found.seconds:.1f} s; the slowest took "
-        f"{found.slowest_s:.1f} s; memory in MB {found.memory_mb}; "
-        f"{server['retracted_total']} retractions; {len(found.problems)} problems"
+        f"{found.slowest_s:.1f} s; {server['retracted_total']} retractions; "
+        f"{len(found.problems)} problems"
     )
+    for name in ("server", "gpu"):
+        values = [f"{mb:.0f}" for quarter in found.memory_mb if (mb := quarter[name]) is not None]
+        if values:
+            print(f"memory of {name} after each quarter: {', '.join(values)} MB")
     if options.json:
         command = ["python", "-m", "sgl_spec.bench", "soak", *argv]
         row = {name: getattr(found, name) for name in Findings.__slots__}

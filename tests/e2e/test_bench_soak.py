@@ -21,7 +21,9 @@ def argv(tmp_path: Path, tiny_model_dir: Path) -> list[str]:
     return ["soak", *flags, "--max-running-requests", "8", "--allow-auto-truncate"]
 
 
-def test_every_kind_of_request(argv: list[str], tmp_path: Path) -> None:
+def test_every_kind_of_request(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(argv) == 0
     row = json.loads((tmp_path / "row.json").read_text())
     assert row["problems"] == []
@@ -31,6 +33,8 @@ def test_every_kind_of_request(argv: list[str], tmp_path: Path) -> None:
     assert row["tokens"] > REQUESTS
     assert len(row["memory_mb"]) == soak.QUARTERS
     assert all(quarter["server"] > 50 for quarter in row["memory_mb"])
+    quarters = ", ".join(f"{quarter['server']:.0f}" for quarter in row["memory_mb"])
+    assert f"memory of server after each quarter: {quarters} MB" in capsys.readouterr().out
 
 
 def test_what_goes_wrong_is_found(
