@@ -7,6 +7,8 @@ A document's ```bash blocks are one script, run from top to bottom by `tests/e2e
 - a CI command is a Makefile target that `.ci/run` calls;
 - a TRAINING command takes a GPU and minutes: `tests/e2e/test_training_walk.py` runs the script with
   a tiny model, which runs the others, and holds every flag against the command's own parser;
+- a GPU command takes a GPU or tens of gigabytes: `tests/unit/test_readme.py` holds every flag
+  against the command's own parser;
 - a SLOW command runs in the full matrix only (`make slow`);
 - a SETUP command cannot run inside its own result and is listed word for word.
 Anything else is an error. Other fences may be `text`, `json`, `http` (not executed, so no commands
@@ -36,6 +38,7 @@ class Kind(enum.Enum):
     SLOW = "slow"
     SETUP = "setup"
     TRAINING = "training"
+    GPU = "gpu"
 
 
 EXECUTED_BY: list[tuple[str, Kind]] = [
@@ -44,6 +47,8 @@ EXECUTED_BY: list[tuple[str, Kind]] = [
     (rf"({PYTHON} launch_server\.py|\.venv/bin/sgl-spec) .*", Kind.SERVE),
     (r"make (setup|test|lint|types|check)", Kind.CI),
     (r"make slow", Kind.SLOW),
+    (rf"{PYTHON} -m sgl_spec\.bench serving .*--launch .*--device cuda .*", Kind.GPU),
+    (rf"{PYTHON} -m sgl_spec\.bench widen .*--shape llama-8b .*", Kind.GPU),
     (rf"{PYTHON} -m sgl_spec\.bench serving .*", Kind.CLIENT),
     (rf"{PYTHON} -m sgl_spec\.bench .*", Kind.SLOW),
     (rf"{PYTHON} -m sgl_spec\.training .*", Kind.TRAINING),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -13,6 +14,8 @@ import pytest
 from docs_commands import FENCES, ROOT, Command, Fence, Kind, commands, documents, fences
 from docs_commands import split_commands as split
 
+from sgl_spec.args import ServerArgs
+from sgl_spec.bench import serving, widen
 from sgl_spec.messages import EngineState
 from sgl_spec.server.metrics import Metrics
 
@@ -49,6 +52,19 @@ def test_links_lead_to_files(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text()):
         if not re.match(r"[a-z]+:", target):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_flags_of_commands_for_a_gpu_exist() -> None:
+    """Each is parsed by its own parser, the server's behind --launch too."""
+    parsers = {"widen": widen._parser(), "serving": serving._parser()}
+    found = [one for path in documents() for one in commands(path) if one.kind is Kind.GPU]
+    assert found
+    for command in found:
+        words = shlex.split(command.text.replace("\\\n", ""))
+        name, *flags = words[words.index("sgl_spec.bench") + 1 :]
+        options = parsers[name].parse_args(flags)
+        if name == "serving":
+            assert not ServerArgs.from_cli(options.launch).resolve().without_effect
 
 
 def test_readme_shows_both_commands() -> None:
@@ -111,6 +127,7 @@ def test_kinds() -> None:
         ".venv/bin/python -m sgl_spec.bench ngram": Kind.SLOW,
         "curl -s x \\\n  -d '{}'": Kind.CLIENT,
         "make test": Kind.CI,
+        ".venv/bin/python -m sgl_spec.bench widen --shape llama-8b out": Kind.GPU,
     }
     assert {text: Command(fence, text).kind for text in kinds} == kinds
 
