@@ -80,12 +80,14 @@ class Chunks(msgspec.Struct, frozen=True, tag="chunks"):
 
 
 class ControlReply(msgspec.Struct, frozen=True, tag="control_reply"):
-    """Answer to `Control`; `ok` False carries the reason in `message`."""
+    """Answer to `Control`; `ok` False carries the reason in `message`, and in `param` the argument
+    that is to blame, if one is."""
 
     call_id: int
     ok: bool
     message: str = ""
     data: dict[str, Any] = {}
+    param: str | None = None
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):

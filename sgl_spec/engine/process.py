@@ -117,7 +117,9 @@ class EngineLoop:
         try:
             data, message = self.engine.control(call.op, call.args)
         except SglSpecError as error:
-            return ControlReply(call_id=call.call_id, ok=False, message=error.message)
+            return ControlReply(
+                call_id=call.call_id, ok=False, message=error.message, param=error.param
+            )
         return ControlReply(call_id=call.call_id, ok=True, message=message, data=data)
 
     def _send_chunks(self) -> None:

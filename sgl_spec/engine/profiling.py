@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from sgl_spec.errors import InvalidRequestError
+from sgl_spec.errors import InvalidRequestError, preview
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Profiler:
         """Begin; the file that the trace will be in.
 
         asked: `output_dir` (None: the environment's SGLANG_TORCH_PROFILER_DIR, or the directory for
-        temporary files), `num_steps` (forwards; None: until stopped), `activities` ("CPU", "GPU";
+        temporary files), `num_steps` (forwards; None: until stopped), `activities` (of "CPU", "GPU";
         None: what there is), `record_shapes`, `with_stack`. Raises `InvalidRequestError` naming
         what cannot be done.
         """
@@ -96,18 +96,15 @@ class Profiler:
             logger.error("%s", error.message)
 
 
-def _activities(asked: str | list[str] | None) -> list[ProfilerActivity]:
+def _activities(asked: list[str] | None) -> list[ProfilerActivity]:
     gpu = torch.cuda.is_available()
-    names = [asked] if isinstance(asked, str) else asked or (["CPU", "GPU"] if gpu else ["CPU"])
-    for name in names:
-        if name not in ACTIVITIES:
-            raise InvalidRequestError(
-                f"activities must be CPU or GPU, got {name!r}.", param="activities"
-            )
-        if name == "GPU" and not gpu:
-            raise InvalidRequestError(
-                "activities must be CPU, got 'GPU': this server has none.", param="activities"
-            )
+    names = asked or (["CPU", "GPU"] if gpu else ["CPU"])
+    unknown = not ACTIVITIES.keys() >= set(names)
+    if unknown or ("GPU" in names and not gpu):
+        allowed = 'a list of "CPU" and "GPU"' if gpu or unknown else '["CPU"] without a GPU'
+        raise InvalidRequestError(
+            f"activities must be {allowed}, got {preview(names)}.", param="activities"
+        )
     return [ACTIVITIES[name] for name in names]
 
 

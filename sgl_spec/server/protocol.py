@@ -39,6 +39,7 @@ FLAGS = Kind(
 INTEGERS = Kind(
     "an integer or a list of integers", lambda v: INTEGER.accepts(v) or list_of(INTEGER.accepts)(v)
 )
+ACTIVITIES = Kind('a list of "CPU" and "GPU"', list_of(STRING.accepts))
 GENERATE: Table = {
     **dict.fromkeys(NATIVE, Elsewhere("sampling_params")),
     "text": Use(STRINGS),
@@ -83,7 +84,7 @@ GENERATE: Table = {
 PROFILE: Table = {
     "output_dir": Use(STRING),
     "num_steps": Use(INTEGER),
-    "activities": Use(STRINGS),
+    "activities": Use(ACTIVITIES),
     "record_shapes": Use(BOOLEAN),
     "with_stack": Use(BOOLEAN),
     "start_step": Refuse(),

@@ -209,7 +209,7 @@ class Service:
         args = read_object(body, PROFILE)
         reply = await self.frontend.control(op, args, PROFILE_TIMEOUT_S)
         if not reply.ok:
-            raise InvalidRequestError(reply.message)
+            raise InvalidRequestError(reply.message, param=reply.param)
         return {"message": reply.message, **reply.data}
 
     async def metrics_text(self) -> bytes | None:

@@ -12,6 +12,8 @@ from serving import Launch, Server
 
 BODY = {"text": "the boats", "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
 
+NO_GPU = {"activities": ["CPU", "GPU"]}
+
 
 @pytest.fixture(scope="module")
 def server(launch_shared: Launch) -> Server:
@@ -76,8 +78,12 @@ def test_a_trace_that_cannot_be_written_ends_nothing(server: Server, tmp_path: P
     ("body", "said"),
     [
         ({"num_steps": 0}, "num_steps must be an integer >= 1, got 0"),
-        ({"activities": ["CPU", "TPU"]}, "activities must be CPU or GPU, got 'TPU'"),
-        ({"activities": "GPU"}, "activities must be CPU, got 'GPU'"),
+        (
+            {"activities": ["CPU", "TPU"]},
+            'activities must be a list of "CPU" and "GPU", got ["CPU"',
+        ),
+        ({"activities": "CPU"}, 'activities must be a list of "CPU" and "GPU", got "CPU"'),
+        (NO_GPU, 'activities must be ["CPU"] without a GPU, got ["CPU","GPU"]'),
         ({"output_dir": "/proc/nowhere"}, "output_dir /proc/nowhere cannot be made"),
         ({"profile_by_stage": True}, "profile_by_stage is not supported"),
         ({"steps": 3}, "Unknown field"),
@@ -85,9 +91,11 @@ def test_a_trace_that_cannot_be_written_ends_nothing(server: Server, tmp_path: P
     ],
 )
 def test_refusals(server: Server, body: Any, said: str) -> None:
-    if body == {"activities": "GPU"} and server.client.get("/model_info").json()["device"] != "cpu":
+    if body is NO_GPU and server.client.get("/model_info").json()["device"] != "cpu":
         pytest.skip("this server has a GPU")
     status, answer = post(server, "/start_profile", body)
     assert status == 400
-    assert said in str(answer)
+    assert said in answer["error"]["message"]
+    named = list(body)[0] if body else None
+    assert answer["error"]["param"] == named
     assert post(server, "/stop_profile")[0] == 400
