@@ -37,8 +37,8 @@ class Profiler:
         """Begin; the file that the trace will be in.
 
         asked: `output_dir` (None: the environment's SGLANG_TORCH_PROFILER_DIR, or the directory for
-        temporary files), `num_steps` (forwards; None: until stopped), `activities` ("CPU", "GPU"; None:
-        what there is), `record_shapes`, `with_stack`. Raises `InvalidRequestError` naming
+        temporary files), `num_steps` (forwards; None: until stopped), `activities` ("CPU", "GPU";
+        None: what there is), `record_shapes`, `with_stack`. Raises `InvalidRequestError` naming
         what cannot be done.
         """
         if self._profile is not None:
