@@ -57,6 +57,7 @@ slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow and not gpu' --durations 15 $(PYTEST_ARGS)
 
 gpu: $(STAMP)
+	@$(BIN)/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu needs a CUDA device; torch sees none.")'
 	$(BIN)/python -m pytest -m gpu --results docs/results/gpu-tests.json $(PYTEST_ARGS)
 
 lint: $(STAMP)

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 from docs_commands import FENCES, ROOT, Command, Fence, Kind, commands, documents, fences
 from docs_commands import split_commands as split
 
@@ -91,6 +92,18 @@ def test_make_help_lists_the_targets() -> None:
     for target in ("serve", "test", "check", "slow"):
         assert re.search(rf"^  make {target} ", shown, re.MULTILINE)
         assert re.search(rf"^{target}:", text, re.MULTILINE)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_make_gpu_without_one_ends_and_writes_nothing() -> None:
+    results = ROOT / "docs" / "results" / "gpu-tests.json"
+    before = results.read_bytes() if results.exists() else None
+    here = Path(sys.executable).parents[1]
+    command = ["make", "gpu", f"VENV={here}", "-o", f"{here}/.installed"]  # set up as it is
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "make gpu needs a CUDA device; torch sees none." in done.stderr
+    assert (results.read_bytes() if results.exists() else None) == before
 
 
 def test_ci_runs_what_the_makefile_checks() -> None:
