@@ -60,6 +60,9 @@ class ServerArgs(SpeculationOptions):
 
     without_effect: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
     """Sentences about accepted flags that change nothing; `resolve` logs them."""
+    logged: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    """What `resolve` has logged; an object made of this one, here or in another process, says none
+    of it again."""
 
     def __post_init__(self) -> None:
         refused: list[ConfigError] = []
@@ -111,11 +114,14 @@ class ServerArgs(SpeculationOptions):
         refusal = contradiction(self)
         if refusal is not None:
             raise ConfigError(refusal)
-        for note in (*self.without_effect, *unused(self), *overruled(self)):
+        notes = (*self.without_effect, *unused(self), *overruled(self))
+        fresh = [note for note in notes if note not in self.logged]
+        for note in fresh:
             logger.warning("%s", note)
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         filled = {name: value for name, value in _decide(self).items() if values[name] is None}
-        done = values | filled | _shape(self) | {"without_effect": ()}
+        done = values | filled | _shape(self)
+        done |= {"without_effect": (), "logged": (*self.logged, *fresh)}
         return ResolvedArgs(**done)
 
     def public(self) -> dict[str, Any]:

@@ -205,7 +205,7 @@ def _keywords(args: ServerArgs) -> dict[str, Any]:
     found = {}
     for field in fields(args):
         value = getattr(args, field.name)
-        if field.name == "without_effect":
+        if field.name in ("without_effect", "logged"):
             continue
         if field.default is MISSING or value != field.default:
             found[field.name] = value

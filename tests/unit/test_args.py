@@ -8,6 +8,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import sgl_spec
@@ -36,7 +37,7 @@ def parse(*argv: str) -> ResolvedArgs:
 
 def test_every_field_is_a_declared_option() -> None:
     fields = {item.name for item in dataclasses.fields(ServerArgs)}
-    assert fields - set(OPTIONS) == {"without_effect"}
+    assert fields - set(OPTIONS) == {"without_effect", "logged"}
 
 
 def test_the_flag_page_is_what_the_declaration_gives() -> None:
@@ -213,6 +214,17 @@ def test_drafting_options_without_an_algorithm_are_reported(
     caplog.clear()
     parse("--speculative-algorithm", "none")
     assert caplog.text == ""
+
+
+def test_what_changes_nothing_is_told_once_also_by_the_engine_s_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    done = parse("--speculative-num-steps", "3", "--log-requests", "--disable-cuda-graph")
+    fields = {item.name: getattr(done, item.name) for item in dataclasses.fields(done)}
+    sent = ResolvedArgs(**msgspec.json.decode(msgspec.json.encode(fields)))
+    sent.resolve().for_device("cpu").resolve()
+    for words in ("--speculative-num-steps", "--log-requests", "--disable-cuda-graph"):
+        assert caplog.text.count(f"{words} changes nothing") == 1
 
 
 def test_a_module_allows_names_of_its_own() -> None:
@@ -831,7 +843,7 @@ def test_flags_that_change_no_answer_are_accepted_with_several_values(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     parse("--cuda-graph-bs-prefill", "1", "2", "--log-requests", "--enable-mixed-chunk")
-    assert "--cuda-graph-bs-prefill 1 2 changes nothing here: prompt chunks are" in caplog.text
+    assert "--cuda-graph-bs-prefill 1 2 changes nothing here: prompt chunks have" in caplog.text
     assert "--log-requests changes nothing here" in caplog.text
     assert "--enable-mixed-chunk changes nothing here" in caplog.text
 

@@ -65,7 +65,7 @@ def test_flags_of_commands_for_a_gpu_exist() -> None:
         name, *flags = words[words.index("sgl_spec.bench") + 1 :]
         options = parsers[name].parse_args(flags)
         if name == "serving":
-            assert not ServerArgs.from_cli(options.launch).resolve().without_effect
+            assert not ServerArgs.from_cli(options.launch).resolve().logged
 
 
 def test_readme_shows_both_commands() -> None:
