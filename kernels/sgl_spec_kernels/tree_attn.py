@@ -112,7 +112,7 @@ def attn_grid(batch: int, kv_heads: int, max_q_len: int, heads_per_kv: int) -> A
     row_blocks = triton.cdiv(rows, block_m)
     programs = batch * kv_heads * row_blocks
     if programs < _FEW_BLOCKS:
-        splits = min(_PROGRAMS // programs, MAX_SPLITS)
+        splits = min(max(_PROGRAMS // programs, 1), MAX_SPLITS)
         return AttnGrid(block_m, row_blocks, splits, MIN_SPLIT, merges=False)
     # The programs of a prompt's chunk are many, and as long as each other.
     splits = min(LONG_SPLITS, _MOST_PART_ROWS // (programs * block_m))

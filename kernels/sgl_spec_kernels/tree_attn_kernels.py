@@ -113,8 +113,8 @@ def _splits(
     length = prefix + tree + q_len
     if CAUSAL:
         length = tl.minimum(length, prefix + ((block + 1) * BLOCK_M - 1) // GROUP + 1)
-    wanted = tl.minimum(tl.cdiv(length, least), num_splits)
-    share = tl.cdiv(tl.cdiv(length, wanted), BLOCK_N) * BLOCK_N
+    wanted = tl.maximum(tl.minimum(tl.cdiv(length, least), num_splits), 1)
+    share = tl.maximum(tl.cdiv(tl.cdiv(length, wanted), BLOCK_N), 1) * BLOCK_N
     return length, share, tl.cdiv(length, share)
 
 
