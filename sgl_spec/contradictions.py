@@ -88,6 +88,18 @@ def overruled(args: ServerArgs) -> Iterator[str]:
         )
 
 
+def _no_gpu(args: ServerArgs) -> str | None:
+    """What only a GPU does, before any clash among such flags: a CPU is what is wrong with them."""
+    if args.device != "cpu":
+        return None
+    if args.attention_backend == "flashinfer":
+        return "--attention-backend flashinfer needs a GPU; allowed on a CPU: torch."
+    drafting = args.speculative_algorithm == "NGRAM" and args.attention_backend != "triton"
+    if drafting and args.speculative_ngram_index == "device":
+        return "--speculative-ngram-index device needs a GPU; allowed on a CPU: trie."
+    return None
+
+
 def _algorithm(args: ServerArgs) -> str | None:
     name = args.speculative_algorithm
     if name is None or name in BUILT_IN_DRAFTERS:
@@ -383,6 +395,7 @@ def _revision(args: ServerArgs) -> str | None:
 
 
 _CHECKS = (
+    _no_gpu,
     _algorithm,
     _model_options,
     _ngram_options,

@@ -200,6 +200,32 @@ def test_speculation_sets_48_running_requests_and_says_so(
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (
+            [*NGRAM, "--speculative-ngram-index", "device"],
+            "--speculative-ngram-index device needs a GPU; allowed on a CPU: trie.",
+        ),
+        (
+            ["--attention-backend", "flashinfer", "--cuda-graph-bs", "2"],  # which clash
+            "--attention-backend flashinfer needs a GPU; allowed on a CPU: torch.",
+        ),
+    ],
+)
+def test_a_missing_gpu_is_told_before_flags_that_clash(argv: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(*argv, "--device", "cpu")
+    assert caught.value.message == sentence
+
+
+def test_an_index_on_a_gpu_is_refused_when_the_device_is_known() -> None:
+    done = parse(*NGRAM, "--speculative-ngram-index", "device")
+    assert done.for_device("cuda").speculative_ngram_index == "device"
+    with pytest.raises(ConfigError, match="needs a GPU; allowed on a CPU: trie"):
+        done.for_device("cpu")
+
+
 @pytest.mark.parametrize("name", ["none", "None", "NONE"])
 def test_no_speculation_has_a_name(name: str) -> None:
     assert parse("--speculative-algorithm", name).speculative_algorithm is None
