@@ -20,6 +20,7 @@ from sgl_spec.args import ServerArgs
 from sgl_spec.engine.engine import Engine
 from sgl_spec.errors import InvalidRequestError, SglSpecError
 from sgl_spec.messages import OutputChunk
+from sgl_spec.options import near
 from sgl_spec.request import (
     SEED_BITS,
     FinishReason,
@@ -35,6 +36,9 @@ from sgl_spec.text import PROMPT_TAIL, OutputText
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Mapping[str, Any] | None
+# What a mapping may hold. `grammar_field` words the server's messages and is for nobody to give.
+_FIELDS = [*SamplingParams.__struct_fields__, "n", "sampling_seed"]
+_FIELDS.remove("grammar_field")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,12 +241,11 @@ def _as_params(params: Params) -> tuple[SamplingParams, int]:
     _take_seed(fields)
     if isinstance(fields.get("stop"), str):
         fields["stop"] = (fields["stop"],)
-    allowed = SamplingParams.__struct_fields__
     for name in fields:
-        if name not in allowed:
-            known = ", ".join((*allowed, "n", "sampling_seed"))
+        if name not in _FIELDS:
             raise InvalidRequestError(
-                f"sampling: {name!r} is not one of {known}.", param="sampling"
+                f"sampling: {name!r} is not one of {', '.join(_FIELDS)}{near(name, _FIELDS)}.",
+                param="sampling",
             )
     try:
         return msgspec.convert(fields, SamplingParams, strict=True, str_keys=True), choices
