@@ -42,7 +42,7 @@ def between(low: int, high: int) -> Check:
 
 def all_at_least(low: int) -> Check:
     """One or more integers with a lower bound."""
-    allowed = f"one or more integers >= {low}"
+    allowed = f"one or more integers >= {low} separated by spaces"
     return Check(allowed, lambda values: bool(values) and min(values) >= low)
 
 

@@ -190,6 +190,15 @@ FOREIGN_ALIASES: dict[str, str] = {
     "--nccl-init-addr": "--dist-init-addr",
 }
 
+# What users of vLLM write, and what means the same here.
+VLLM_FLAGS: dict[str, str] = {
+    "--max-model-len": "--context-length",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--max-num-seqs": "--max-running-requests",
+    "--num-speculative-tokens": "--speculative-num-draft-tokens, which counts one more",
+    "--speculative-config": "the --speculative-... flags",
+}
+
 
 def lookup_foreign(flag: str) -> ForeignFlag | None:
     """The entry for a flag in either spelling."""
@@ -268,9 +277,13 @@ def unknown_flag(flag: str, own: Mapping[str, Declared]) -> ConfigError:
     flags = [name for opt in own.values() for name in opt.flags]
     known = [*FOREIGN_FLAGS, *FOREIGN_ALIASES]
     accepted = [name for name in known if FOREIGN_FLAGS[FOREIGN_ALIASES.get(name, name)].accepted]
-    return ConfigError(
-        f"{flag} is not an option{near(flag, flags) or near(flag, accepted)}; see --help."
-    )
+    hint = _of_vllm(flag) or near(flag, flags) or near(flag, accepted)
+    return ConfigError(f"{flag} is not an option{hint}; see --help.")
+
+
+def _of_vllm(flag: str) -> str:
+    meant = VLLM_FLAGS.get(flag)
+    return f" (did you mean {meant}?)" if meant else ""
 
 
 def unknown_keyword(name: str, own: Mapping[str, Declared]) -> ConfigError:
@@ -282,7 +295,8 @@ def unknown_keyword(name: str, own: Mapping[str, Declared]) -> ConfigError:
         )
     aliases = {alias: opt.name for opt in own.values() for alias in opt.about.aliases}
     known = aliases.get(flag_of(name))
-    hint = f" (did you mean {known}?)" if known else near(name, own)
+    of_vllm = _of_vllm(flag_of(name)).replace("--", "").replace("-", "_")
+    hint = f" (did you mean {known}?)" if known else of_vllm or near(name, own)
     return ConfigError(f"{name} is not an option{hint}.", param=name)
 
 

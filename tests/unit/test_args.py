@@ -18,7 +18,7 @@ from sgl_spec.draft_shape import EMBEDDED_DRAFTS
 from sgl_spec.errors import ConfigError
 from sgl_spec.models.shipped import SHIPPED
 from sgl_spec.options import build_parser, declared
-from sgl_spec.sglang_flags import FOREIGN_ALIASES, FOREIGN_FLAGS
+from sgl_spec.sglang_flags import FOREIGN_ALIASES, FOREIGN_FLAGS, VLLM_FLAGS
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = declared(ServerArgs)
@@ -452,11 +452,11 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--cuda-graph-bs"], "--cuda-graph-bs needs a value and none was given."),
     (
         ["--cuda-graph-bs", "2", "0"],
-        "--cuda-graph-bs must be one or more integers >= 1, got (2, 0).",
+        "--cuda-graph-bs must be one or more integers >= 1 separated by spaces, got (2, 0).",
     ),
     (
         ["--cuda-graph-bs", "2", "x"],
-        "--cuda-graph-bs must be one or more integers >= 1, got ['2', 'x'].",
+        "--cuda-graph-bs must be one or more integers >= 1 separated by spaces, got ['2', 'x'].",
     ),
     (
         ["--cuda-graph-bs", "1", "8", "--cuda-graph-max-bs", "4"],
@@ -747,6 +747,10 @@ REFUSED: list[tuple[list[str], str]] = [
         "--mem-fraction is not an option (did you mean --mem-fraction-static?); see --help.",
     ),
     (["--tool-parser", "x"], "--tool-parser is not an option; see --help."),
+    *(
+        ([flag, "4"], f"{flag} is not an option (did you mean {meant}?); see --help.")
+        for flag, meant in VLLM_FLAGS.items()
+    ),
     (
         ["--log-request"],
         "--log-request is not an option (did you mean --log-requests?); see --help.",
@@ -814,6 +818,7 @@ def test_absent_algorithms_stay_refused_with_a_module(name: str) -> None:
     ("given", "sentence"),
     [
         ({"model": "m"}, "model is not an option (did you mean model_path?)."),
+        ({"max_model_len": 1}, "max_model_len is not an option (did you mean context_length?)."),
         ({"portt": 1}, "portt is not an option (did you mean port?)."),
         ({"port": True}, "--port must be an integer from 1 to 65535, got True."),
         ({"port": 1.0}, "--port must be an integer from 1 to 65535, got 1.0."),
