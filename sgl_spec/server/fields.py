@@ -172,8 +172,9 @@ def _check_field(name: str, value: Any, table: Table, where: str) -> None:
 
 
 def _hint(name: str, table: Table) -> str:
-    """Where a field of a similar name is at home, if there is one."""
-    for near in difflib.get_close_matches(name, table, n=1):
+    """Where a field of a similar name is at home, if there is one that would be kept."""
+    kept = [known for known, rule in table.items() if not isinstance(rule, Refuse)]
+    for near in difflib.get_close_matches(name, kept, n=1):
         rule = table[near]
         home = path_of(rule.inside, near) if isinstance(rule, Elsewhere) else near
         return f" Did you mean {preview(home)}?"

@@ -25,6 +25,13 @@ from sgl_spec.server.fields import (
 
 SCHEMA = Kind("a JSON schema: an object or its text", lambda value: isinstance(value, (dict, str)))
 GRAMMAR: Table = {"json_schema": Use(SCHEMA), "regex": Use(STRING), "ebnf": Use(STRING)}
+# What vLLM calls them, or has called them.
+VLLM_GRAMMAR = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_grammar": "ebnf",
+    "structured_outputs": "json_schema, regex or ebnf",
+}
 
 _RESPONSE_FORMAT: Table = {"type": Use(STRING), "json_schema": Use(OBJECT)}
 _JSON_SCHEMA: Table = {

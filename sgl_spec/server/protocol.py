@@ -28,6 +28,7 @@ from sgl_spec.server.fields import (
     read_object,
     refuse,
 )
+from sgl_spec.server.grammar import VLLM_GRAMMAR
 from sgl_spec.server.logprobs import NativeLogprobs
 from sgl_spec.server.output import Output
 from sgl_spec.server.requests import Asked
@@ -42,6 +43,7 @@ INTEGERS = Kind(
 ACTIVITIES = Kind('a list of "CPU" and "GPU"', list_of(STRING.accepts))
 GENERATE: Table = {
     **dict.fromkeys(NATIVE, Elsewhere("sampling_params")),
+    **{name: Renamed(f"sampling_params.{here}") for name, here in VLLM_GRAMMAR.items()},
     "text": Use(STRINGS),
     "prompt": Renamed("text"),
     "input_ids": Use(ID_LISTS),
@@ -98,6 +100,7 @@ ABORT: Table = {"rid": Use(STRING, ""), "abort_all": Use(BOOLEAN, False)}
 TOKENIZE: Table = {
     "model": Ignore(),
     "prompt": Use(STRINGS),
+    "text": Renamed("prompt"),
     "add_special_tokens": Use(BOOLEAN, True),
 }
 DETOKENIZE: Table = {

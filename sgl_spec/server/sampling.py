@@ -17,13 +17,14 @@ from sgl_spec.server.fields import (
     Ignore,
     Kind,
     Refuse,
+    Renamed,
     Table,
     Use,
     is_integer,
     is_number,
     path_of,
 )
-from sgl_spec.server.grammar import GRAMMAR, grammar_of
+from sgl_spec.server.grammar import GRAMMAR, VLLM_GRAMMAR, grammar_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ def _is_speculation(value: object) -> bool:
 BIASES = Kind('an object of numbers by token id, as {"50256": -100}', _is_biases)
 SPECULATION = Kind('false or {"max_draft_tokens": k} with an integer k >= 0', _is_speculation)
 
+_RENAMED: Table = {name: Renamed(here) for name, here in VLLM_GRAMMAR.items()}
+
 # `sampling_params` of /generate. The defaults are SGLang's; generation_config has no say here.
 NATIVE: Table = {
     "n": Use(INTEGER, 1),
@@ -76,6 +79,7 @@ NATIVE: Table = {
     "seed": Use(INTEGER),
     "sampling_seed": Use(INTEGER, target="seed"),
     **GRAMMAR,
+    **_RENAMED,
     "stop_regex": Refuse(("", [])),
     "beam_width": Refuse((1,)),
     "structural_tag": Refuse(),
@@ -107,6 +111,7 @@ OPENAI: Table = {
     "seed": Use(INTEGER),
     "sampling_seed": Use(INTEGER, target="seed"),
     **GRAMMAR,
+    **_RENAMED,
     "stop_regex": Refuse(("", [])),
     "structural_tag": Refuse(),
     "custom_params": Refuse(({},)),

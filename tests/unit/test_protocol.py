@@ -26,7 +26,7 @@ from sgl_spec.server.fields import (
 )
 from sgl_spec.server.grammar import GRAMMAR
 from sgl_spec.server.openai_protocol import CHAT, COMPLETIONS, read_chat, read_completions
-from sgl_spec.server.protocol import GENERATE, read_generate
+from sgl_spec.server.protocol import GENERATE, TOKENIZE, read_generate
 from sgl_spec.server.sampling import NATIVE, OPENAI, SAMPLING_FIELDS, SamplingDefaults
 
 
@@ -86,6 +86,7 @@ def test_sampling_tables_cover_every_parameter() -> None:
 
 
 GOOD = {"text": "hello"}
+SETTINGS = [name for name, rule in NATIVE.items() if not isinstance(rule, Renamed)]
 BAD_GENERATE: list[tuple[dict[str, Any], str]] = [
     ({}, "Either text or input_ids should be provided"),
     ({"text": "a", "input_ids": [1]}, "text and input_ids cannot both be given"),
@@ -148,6 +149,11 @@ BAD_GENERATE: list[tuple[dict[str, Any], str]] = [
     (GOOD | {"image_data": "x"}, "image_data is not supported"),
     (GOOD | {"stream": "yes"}, "stream must be true or false"),
     (GOOD | {"temprature": 1}, r'field "temprature"\. Did you mean "sampling_params\.temperature"'),
+    (GOOD | {"guided_regex": "a"}, r'"guided_regex": it is "sampling_params\.regex" here'),
+    (
+        GOOD | {"sampling_params": {"guided_json": {}}},
+        r'"sampling_params\.guided_json": it is "json_schema" here',
+    ),
     (GOOD | {"strem": True}, 'field "strem". Did you mean "stream"'),
     (GOOD | {"rid": 7}, "rid must be a string"),
     (GOOD | {"rid": ["a"]}, "rid must be a string for a single prompt"),
@@ -161,7 +167,7 @@ def test_generate_refuses(body: dict[str, Any], message: str) -> None:
     assert caught.value.param is not None
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_generate_tells_where_sampling_fields_belong(name: str) -> None:
     message = f'Unknown field "{name}": it belongs inside sampling_params.'
     for value in (None, False):
@@ -177,10 +183,15 @@ def test_generate_tells_its_name_of_the_prompt() -> None:
     assert caught.value.param == "prompt"
 
 
+def test_tokenize_tells_its_name_of_the_text() -> None:
+    with pytest.raises(InvalidRequestError, match='"text": it is "prompt" here'):
+        read_object({"text": "x"}, TOKENIZE)
+
+
 def test_generate_accepts_everything_neutral() -> None:
     """Every known field may be null, and every unsupported one may ask for nothing."""
     here = [name for name, rule in GENERATE.items() if not isinstance(rule, Elsewhere | Renamed)]
-    nulls = dict.fromkeys(here) | {"sampling_params": dict.fromkeys(NATIVE)}
+    nulls = dict.fromkeys(here) | {"sampling_params": dict.fromkeys(SETTINGS)}
     assert read_generate(nulls | GOOD) == read_generate(GOOD)
     for name, rule in GENERATE.items():
         for neutral in rule.neutral if isinstance(rule, Refuse) else ():
