@@ -24,7 +24,8 @@ def resolve_device(asked: str) -> torch.device:
         return torch.device("cpu")
     built = torch.version.cuda
     reason = (
-        f"this torch {torch.__version__} was built without CUDA"
+        f"this torch {torch.__version__} was built without CUDA (one with it, "
+        "several GB, comes with the PIP_ARGS of the Makefile)"
         if built is None
         else (f"torch {torch.__version__}, built for CUDA {built}, sees none")
     )
