@@ -209,6 +209,17 @@ def test_blanks_in_json_are_bounded(compile: Compile) -> None:
     assert 1 <= taken <= 33
 
 
+def test_undeclared_keys_are_allowed_behind_the_others_unless_the_schema_forbids_them(
+    compile: Compile,
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for more, kept in (({}, True), ({"additionalProperties": False}, False)):
+        grammar = Grammar("json_schema", json.dumps(schema | more), "json_schema")
+        for text, allowed in (('{"a":1}', True), ('{"a":1,"b":2}', kept), ('{"b":2,"a":1}', False)):
+            one = compile(grammar)
+            assert all(map(one.step, spell(text))) == allowed, text
+
+
 def test_what_ends_the_text_may_be_drawn_only_where_it_may_end(compile: Compile) -> None:
     one = constraint(compile, Grammar("regex", "[0-9]{2,3}", "regex"))
     for digit, may_end in (("1", False), ("2", True)):
