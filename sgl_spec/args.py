@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sgl_spec import __version__
-from sgl_spec.contradictions import contradiction, overruled, unused
+from sgl_spec.contradictions import contradiction
 from sgl_spec.draft_shape import (
     DRAFT_TOKENS,
     EMBEDDED_DRAFTS,
@@ -40,6 +40,7 @@ from sgl_spec.serving_options import (
 )
 from sgl_spec.sglang_flags import foreign_tables, read_foreign, take_foreign, unknown_keyword
 from sgl_spec.speculation_options import SpeculationOptions
+from sgl_spec.without_effect import overruled, unused
 
 logger = logging.getLogger(__name__)
 

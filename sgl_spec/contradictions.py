@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from sgl_spec.draft_shape import (
@@ -18,7 +17,7 @@ from sgl_spec.draft_shape import (
     sampling_flag,
     tree_nodes,
 )
-from sgl_spec.options import flag_of, near
+from sgl_spec.options import flag_of, is_given, near
 
 if TYPE_CHECKING:
     from sgl_spec.args import ServerArgs
@@ -44,7 +43,6 @@ THRESHOLD_OPTIONS = (
 
 
 GRAPH_SIZES = ("cuda_graph_max_bs", "cuda_graph_bs")
-GPU_OPTIONS = ("disable_overlap_schedule", "disable_cuda_graph", *GRAPH_SIZES)
 
 
 def contradiction(args: ServerArgs) -> str | None:
@@ -54,38 +52,6 @@ def contradiction(args: ServerArgs) -> str | None:
         if refusal is not None:
             return refusal
     return None
-
-
-def unused(args: ServerArgs) -> Iterator[str]:
-    """Sentences about options that were given and change nothing beside the others."""
-    yield from _without_a_gpu(args)
-    if args.speculative_algorithm is not None:
-        return
-    for name, field in type(args).__dataclass_fields__.items():
-        is_drafting = name.startswith("speculative_") and name != "speculative_algorithm"
-        if is_drafting and getattr(args, name) != field.default:
-            yield f"{flag_of(name)} changes nothing without --speculative-algorithm."
-
-
-def _without_a_gpu(args: ServerArgs) -> Iterator[str]:
-    if args.device != "cpu" or args.attention_backend == "triton":  # which is how it is tested
-        return
-    for name in GPU_OPTIONS:
-        if _given(args, name):
-            yield f"{flag_of(name)} changes nothing on a CPU."
-
-
-def overruled(args: ServerArgs) -> Iterator[str]:
-    """Sentences about values that others replace."""
-    if args.mem_fraction_static is not None and args.max_total_tokens is not None:
-        yield "--mem-fraction-static changes nothing beside --max-total-tokens."
-    shape, nodes = grown_shape(args), args.speculative_num_draft_tokens
-    if shape is not None and nodes not in (None, shape.nodes):
-        yield (
-            f"--speculative-num-draft-tokens {nodes} becomes {shape.nodes}: a chain "
-            f"(--speculative-eagle-topk 1) of --speculative-num-steps {shape.steps} has one node "
-            "per step and the root."
-        )
 
 
 def _no_gpu(args: ServerArgs) -> str | None:
@@ -124,7 +90,7 @@ def _model_options(args: ServerArgs) -> str | None:
     if args.speculative_algorithm != "NGRAM":
         return None
     for name in MODEL_DRAFTER_OPTIONS:
-        if _given(args, name):
+        if is_given(args, name):
             return (
                 f"{flag_of(name)} {getattr(args, name)} cannot be used with "
                 "--speculative-algorithm NGRAM, which has no draft model; leave it out."
@@ -136,7 +102,7 @@ def _ngram_options(args: ServerArgs) -> str | None:
     if args.speculative_algorithm not in MODEL_DRAFTERS:
         return None
     for name in type(args).__dataclass_fields__:
-        if name.startswith("speculative_ngram_") and _given(args, name):
+        if name.startswith("speculative_ngram_") and is_given(args, name):
             return (
                 f"{flag_of(name)} {getattr(args, name)} cannot be used with "
                 f"--speculative-algorithm {args.speculative_algorithm}, which matches no n-grams; "
@@ -153,7 +119,7 @@ _TRIE_OPTIONS = tuple(
 
 def trie_option(args: ServerArgs) -> str | None:
     """A given option that only the host's trie has."""
-    return next((name for name in _TRIE_OPTIONS if _given(args, name)), None)
+    return next((name for name in _TRIE_OPTIONS if is_given(args, name)), None)
 
 
 def _ngram_index(args: ServerArgs) -> str | None:
@@ -164,10 +130,6 @@ def _ngram_index(args: ServerArgs) -> str | None:
         f"{flag_of(name)} {getattr(args, name)} is for --speculative-ngram-index trie, got device; "
         "leave one of them out."
     )
-
-
-def _given(args: ServerArgs, name: str) -> bool:
-    return bool(getattr(args, name) != type(args).__dataclass_fields__[name].default)
 
 
 def _draft_path(args: ServerArgs) -> str | None:
@@ -205,7 +167,7 @@ def _token_map(args: ServerArgs) -> str | None:
 
 def _draft_sampling(args: ServerArgs) -> str | None:
     flag = sampling_flag(args)
-    if flag is None or not _given(args, "speculative_draft_sampling"):
+    if flag is None or not is_given(args, "speculative_draft_sampling"):
         return None
     return (
         f"{flag} samples the drafts and has no use for --speculative-draft-sampling "
@@ -218,7 +180,7 @@ def _half_a_shape(args: ServerArgs) -> str | None:
         return None
     if args.speculative_num_steps is None:
         for name in ("speculative_eagle_topk", "speculative_num_draft_tokens"):
-            if _given(args, name):
+            if is_given(args, name):
                 return (
                     f"{flag_of(name)} {getattr(args, name)} needs --speculative-num-steps beside "
                     "it; give both or neither."
@@ -358,7 +320,7 @@ def _pool(args: ServerArgs) -> str | None:
 
 
 def _graphs(args: ServerArgs) -> str | None:
-    given = [name for name in GRAPH_SIZES if _given(args, name)]
+    given = [name for name in GRAPH_SIZES if is_given(args, name)]
     backend = args.attention_backend
     if given and args.disable_cuda_graph:
         return f"{flag_of(given[0])} sizes what --disable-cuda-graph turns off; leave one out."

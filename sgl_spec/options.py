@@ -139,6 +139,11 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def is_given(made: Any, name: str) -> bool:
+    """Whether an option of this object has another value than its default."""
+    return bool(getattr(made, name) != type(made).__dataclass_fields__[name].default)
+
+
 def declared(owner: type) -> dict[str, Declared]:
     """All options of a dataclass by field name, in order."""
     hints = typing.get_type_hints(owner)

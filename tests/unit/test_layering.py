@@ -16,6 +16,7 @@ ARGS = {
     "args",
     "options",
     "contradictions",
+    "without_effect",
     "draft_shape",
     "serving_options",
     "sglang_flags",
