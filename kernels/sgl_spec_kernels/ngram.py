@@ -61,9 +61,12 @@ class TokenIndex:
         return self.log.nbytes + self.table.nbytes
 
 
-def token_index(tokens: int, rows: int, device: torch.device | str) -> TokenIndex:
-    """An empty index for a log of so many tokens, and texts in `rows` table rows."""
-    entries: int = triton.next_power_of_2(len(ORDERS) * tokens)
+def token_index(
+    tokens: int, rows: int, device: torch.device | str, grams: int | None = None
+) -> TokenIndex:
+    """An empty index for a log of so many tokens, and texts in `rows` table rows. grams: entries
+    that the table has at least, None for all n-grams of a full log."""
+    entries: int = triton.next_power_of_2(grams or len(ORDERS) * tokens)
     log = torch.full((tokens,), -1, dtype=torch.int32, device=device)
     table = torch.zeros(entries, dtype=torch.int32, device=device)
     return TokenIndex(log, table, torch.ones(rows, dtype=torch.int64, device=device))

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sgl_spec.args import ResolvedArgs
 from sgl_spec.contradictions import BUILT_IN_DRAFTERS, trie_option
@@ -29,6 +30,9 @@ from sgl_spec.speculative.plugin import build_plugin
 from sgl_spec.speculative.rules import AcceptanceRule, FollowRule, make_rule
 from sgl_spec.speculative.simulate import SimulatedRule
 from sgl_spec.speculative.topology import Topology, topology
+
+if TYPE_CHECKING:
+    from sgl_spec.engine.cuda.ngram import IndexSize
 
 
 def rule_of(args: ResolvedArgs) -> AcceptanceRule:
@@ -105,12 +109,12 @@ def load_draft_model(
     )
 
 
-def device_index_tokens(args: ResolvedArgs, target: Decoder, context_length: int) -> int:
-    """Tokens of NGRAM's index on the device; 0 where there is none. `ConfigError` if it is asked
+def device_index(args: ResolvedArgs, target: Decoder, context_length: int) -> IndexSize | None:
+    """Size of NGRAM's index on the device; None where there is none. `ConfigError` if it is asked
     for and rounds do not live on a device."""
     able, wanted = target.kernels != "torch", args.speculative_ngram_index
     if args.speculative_algorithm != "NGRAM" or wanted == "trie":
-        return 0
+        return None
     if wanted == "device" and not able:
         raise ConfigError(
             "--speculative-ngram-index must be trie where rounds do not live on a GPU: here is "
@@ -119,20 +123,11 @@ def device_index_tokens(args: ResolvedArgs, target: Decoder, context_length: int
             param="speculative_ngram_index",
         )
     if not able or trie_option(args) is not None:
-        return 0
-    from sgl_spec.engine.cuda.ngram import log_tokens  # a CPU server needs no triton
+        return None
+    from sgl_spec.engine.cuda.ngram import IndexSize  # a CPU server needs no triton
 
     longest = context_length + tree_reserve(args.round_slots)
-    return log_tokens(args.speculative_ngram_capacity, longest)
-
-
-def device_index_bytes(tokens: int) -> int:
-    """Its memory, at most."""
-    if not tokens:
-        return 0
-    from sgl_spec.engine.cuda.ngram import index_bytes
-
-    return index_bytes(tokens)
+    return IndexSize.of(args.speculative_ngram_capacity, longest, args.max_running_requests)
 
 
 def make_drafter(
@@ -140,18 +135,18 @@ def make_drafter(
     target: Decoder,
     slots: SlotManager,
     draft_model: DraftModel | None,
-    index_tokens: int = 0,
+    index: IndexSize | None = None,
 ) -> Drafter | None:
     """The registered drafter that the flags name, for the rows and slots of `slots`; `ConfigError`
-    if it cannot do what the flags ask. index_tokens: of `device_index_tokens`."""
+    if it cannot do what the flags ask. index: of `device_index`."""
     name = args.speculative_algorithm
     if name is None:
         return None
-    if index_tokens:
+    if index is not None:
         from sgl_spec.engine.cuda.ngram import DeviceNgram
 
         rows = slots.table.num_rows
-        return DeviceNgram(rows, args.tree_nodes, index_tokens, slots.table.device.device)
+        return DeviceNgram(rows, args.tree_nodes, index, slots.table.device.device)
     context = DrafterContext(
         num_rows=slots.table.num_rows,
         width=slots.table.width,

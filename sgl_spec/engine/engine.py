@@ -117,7 +117,7 @@ class Engine:
         kv = self.model.new_kv_cache(self.slots.cache_slots)
         self.rule = rule_of(args)
         self.drafter = make_drafter(
-            args, self.model, self.slots, self.draft_model, self.sizing.index_tokens
+            args, self.model, self.slots, self.draft_model, self.sizing.index
         )
         self.slots.reads_ahead = follows_kv(self.drafter) and self.drafter.reads_ahead
         self.worker = self._make_worker(kv, rows)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from sgl_spec.args import ResolvedArgs
 from sgl_spec.engine.cuda.costs import TreeShapes
-from sgl_spec.engine.drafting import device_index_bytes, device_index_tokens
+from sgl_spec.engine.drafting import device_index
 from sgl_spec.engine.memory import (
     ROUND_KINDS,
     SEAM_DRAFT_GRAPHS,
@@ -21,6 +23,9 @@ from sgl_spec.engine.memory import (
 )
 from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.draft import DraftModel
+
+if TYPE_CHECKING:
+    from sgl_spec.engine.cuda.ngram import IndexSize
 
 
 class Sizing:
@@ -55,7 +60,7 @@ class Sizing:
         memory = GpuMemory.read(self.device)
         config, itemsize = self.model.config, self.model.dtype.itemsize
         self.work = work_bytes(config, itemsize, self._largest_shapes())
-        self.work += device_index_bytes(self.index_tokens)
+        self.work += 0 if self.index is None else self.index.nbytes
         if args.max_total_tokens is not None:
             memory.check_slots(args.max_total_tokens, per_token, self.work)
             return pool_slots(args, 0, per_token, width)
@@ -73,9 +78,9 @@ class Sizing:
             self.draft_model.reserve(args.max_running_requests, most, width)
 
     @property
-    def index_tokens(self) -> int:
-        """See `drafting.device_index_tokens`."""
-        return device_index_tokens(self.args, self.model, self.context_length)
+    def index(self) -> IndexSize | None:
+        """See `drafting.device_index`."""
+        return device_index(self.args, self.model, self.context_length)
 
     def _largest_shapes(self) -> Shapes:
         """What the largest forwards will hold."""

@@ -29,15 +29,24 @@ _REFRESH = 16  # learned rounds after which the device gets new scores
 _BLEND = 0.25  # weight of the newest round in what drafts are expected to give
 
 
-def log_tokens(capacity: int, width: int) -> int:
-    """Tokens that the index keeps. capacity: n-grams; width: tokens of the longest text, which must
-    fit."""
-    return max(capacity // len(ORDERS), 2 * width)
+@dataclass(frozen=True, slots=True)
+class IndexSize:
+    """tokens: that the log has places for. grams: n-grams that the table has entries for."""
 
+    tokens: int
+    grams: int
 
-def index_bytes(tokens: int) -> int:
-    """Memory of an index of so many tokens, at most."""
-    return 4 * tokens + 2 * 4 * len(ORDERS) * tokens
+    @classmethod
+    def of(cls, capacity: int, width: int, rows: int) -> IndexSize:
+        """capacity: n-grams to be kept. width: most tokens of a text. rows: texts that grow at the
+        same time: each has places for all that it may come to, and one more is about to begin."""
+        kept = max(capacity // len(ORDERS), 2 * width)
+        return cls(max(kept, (rows + 1) * (width + 1) + 1), len(ORDERS) * kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of such an index, at most."""
+        return 4 * self.tokens + 2 * 4 * self.grams
 
 
 @dataclass(slots=True)
@@ -54,20 +63,21 @@ class _Totals:
 
 class DeviceNgram:
     """A `Drafter` whose index lies on the device. rows: request rows; nodes: of a chain, root
-    included; tokens: that the log holds (`log_tokens`).
+    included.
 
     index, depths: what rounds on the device read.
     """
 
-    def __init__(self, rows: int, nodes: int, tokens: int, device: torch.device) -> None:
+    def __init__(self, rows: int, nodes: int, size: IndexSize, device: torch.device) -> None:
         self.nodes, self.device = nodes, device
-        self.index = ngram.token_index(tokens, rows + 1, device)
+        self.index = ngram.token_index(size.tokens, rows + 1, device, size.grams)
         self.scores = ChainScores(nodes, MOST_MATCHED, CUTOFFS)
         self.depths = on_device(self.scores.depths(), device).clone()
         self._starts = np.ones(rows + 1, dtype=np.int64)
         self._most = np.zeros(rows, dtype=np.int64)  # tokens that a row's text may come to
         self._matched = np.zeros(rows, dtype=np.int64)  # of the proposals not yet observed
         self._head = 1
+        self._growing: dict[int, tuple[int, int]] = {}  # begin and end of the spans of such texts
         self._writes: list[tuple[int, int, Ints32]] = []  # place, tokens before it, tokens
         self._moved = False  # some start
         self._learned = 0  # rounds since the device got the scores
@@ -82,17 +92,32 @@ class DeviceNgram:
     def begin(self, row: int, tokens: Ints32, known: int) -> None:
         """See `Drafter`. The text gets a place of its own, also where it was known before."""
         most = max(int(self._most[row]), len(tokens))
-        self._starts[row] = self._reserve(most + 2 * self.nodes)  # rounds may run ahead of its end
+        start = self._reserve(most + 2 * self.nodes)  # rounds may run ahead of its end
+        self._starts[row], self._growing[row] = start, (start, self._head)
         self._moved = True
         self._write(row, 0, tokens)
 
     def _reserve(self, size: int) -> int:
-        """A span of the log, and a place that stays empty behind it; the oldest texts go."""
-        if self._head + size + 1 > len(self.index.log):
-            self._head = 1
-        start, self._head = self._head, self._head + size + 1
+        """A span of the log, and a place that stays empty behind it; the oldest texts go, those
+        that grow last of all."""
+        start = self._room(size + 1)
+        self._head = start + size + 1
         self.index.log[start : self._head].fill_(-1)
         return start
+
+    def _room(self, size: int) -> int:
+        """The next place with so many behind it that no growing text has; where there is none, the
+        next one all the same."""
+        spans, last = sorted(self._growing.values()), len(self.index.log) - size
+        first = self._head if self._head <= last else 1
+        for start in (first, 1):
+            free = start
+            for begin, end in spans:
+                if begin < free + size and free < end:
+                    free = end
+            if free <= last:
+                return free
+        return first
 
     def _write(self, row: int, position: int, tokens: Ints32) -> None:
         self._writes.append((int(self._starts[row]) + position, position, tokens.copy()))
@@ -118,6 +143,7 @@ class DeviceNgram:
 
     def finish(self, row: int) -> None:
         """See `Drafter`: the text stays until its place is needed."""
+        self._growing.pop(row, None)
 
     def flush(self) -> None:
         """See `Drafter`."""
