@@ -165,6 +165,10 @@ def test_what_sampled_batches_need_is_made_before_they_come(
     made = len(worker.rounds)
     sizes = 2 if kind == "device" else 1  # with drafts and without
     assert made == before + 2 * sizes, "sampled and filtered"
+    cuts = [one.program.acceptance.cuts for one in worker.rounds._made.values()]
+    spaces = [one.heads.keys.data_ptr() for one in cuts if one is not None]
+    assert len(spaces) == sizes
+    assert len(set(spaces)) == 1, "rounds run one after the other and share their work space"
     base = {"max_new_tokens": 4, "ignore_eos": True}
     done = llm.generate(PROMPTS, [{**base, **one} for one in MIXED])
     assert [one.output_ids for one in done] == expected

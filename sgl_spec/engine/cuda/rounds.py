@@ -13,7 +13,7 @@ and replayed, and the next one launched before this one's tokens were read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 import numpy as np
@@ -57,6 +57,20 @@ class DraftParts:
     shared_noise: bool
 
 
+class SharedHeads:
+    """The filters' work space of all rounds: they run one after the other, and none reads what it
+    did not write. It grows; rounds that were made before keep the smaller ones."""
+
+    def __init__(self) -> None:
+        self._heads: CutHeads | None = None
+
+    def of(self, rows: int, device: torch.device) -> CutHeads:
+        """For so many rows of logits, or more."""
+        if self._heads is None or len(self._heads.sizes) < rows:
+            self._heads = cut_heads(rows, device)
+        return self._heads
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What all rounds of a server share. table: req_to_token on the device."""
@@ -66,6 +80,7 @@ class Parts:
     table: Tensor
     rows: DeviceRows
     draft: DraftParts | None = None
+    heads: SharedHeads = field(default_factory=SharedHeads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +158,12 @@ class Cuts:
     heads: CutHeads
 
     @classmethod
-    def maybe(cls, kind: RoundKind, batch: int, nodes: int, device: torch.device) -> Cuts | None:
+    def maybe(cls, parts: Parts, kind: RoundKind, batch: int, nodes: int) -> Cuts | None:
         if not kind.filtered:
             return None
+        device = parts.table.device
         cuts = torch.zeros(batch, nodes, dtype=torch.int64, device=device)
-        return cls(cuts, cut_heads(batch * nodes, device))
+        return cls(cuts, parts.heads.of(batch * nodes, device))
 
 
 class Acceptance:
@@ -158,7 +174,7 @@ class Acceptance:
         self.parts, self.requests = parts, requests
         self.nodes, self.levels = nodes, levels
         self.walked: Walked = walked(batch, nodes, parts.model.config.vocab_size, device)
-        self.cuts = Cuts.maybe(requests.kind, batch, nodes, device)
+        self.cuts = Cuts.maybe(parts, requests.kind, batch, nodes)
         self.lengths = None
         if requests.kind.forced:
             self.lengths = torch.ones(batch, dtype=torch.int64, device=device)

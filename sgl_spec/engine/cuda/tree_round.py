@@ -43,7 +43,7 @@ class Drafting:
         self.values = [torch.zeros(batch * f, topk, device=device) for f in (1, topk)]
         self.drafted = [torch.zeros_like(v, dtype=torch.int64) for v in self.values]
         self.work = topk_work(batch * topk, width, topk, device)
-        self.cuts = [Cuts.maybe(requests.kind, batch, f, device) for f in (1, topk)]
+        self.cuts = [Cuts.maybe(parts, requests.kind, batch, f) for f in (1, topk)]
         self.counts = [torch.full_like(requests.rows, f) for f in (1, topk)]
         self.starts = [even_starts(batch, f, device) for f in (1, topk)]
         self.columns = [torch.full_like(requests.rows, d * topk) for d in range(draft.steps)]
