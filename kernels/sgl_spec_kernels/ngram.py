@@ -180,9 +180,10 @@ def _keep(
 
 @triton.jit
 def _matched(log, end, length, place, MOST: tl.constexpr):
-    """How many tokens before `place` are those before `end`, of a text of `length` tokens."""
+    """How many tokens before `place` are those before `end`, of a text of `length` tokens; none
+    where the two are one: an entry that is left of a text that stood here before."""
     lane = tl.arange(0, MOST)
-    there = (lane < length) & (place - 1 - lane > 0)
+    there = (lane < length) & (place - 1 - lane > 0) & (place != end)
     mine = tl.load(log + end - 1 - lane, mask=there, other=-1)
     other = tl.load(log + place - 1 - lane, mask=there, other=-2)
     return tl.min(tl.where(mine == other, MOST, lane))
@@ -454,6 +455,8 @@ def keep_ref(
 
 
 def _matched_ref(log: list[int], end: int, length: int, place: int) -> int:
+    if place == end:
+        return 0
     for j in range(MOST_MATCHED):
         if j >= length or place - 1 - j <= 0 or log[end - 1 - j] != log[place - 1 - j]:
             return j

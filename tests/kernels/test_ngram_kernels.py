@@ -179,6 +179,27 @@ def check_round() -> None:
     assert out.tokens.tolist() == [[9, 7, 8, 9, 7, 8, 9, 7]]
 
 
+@INTERPRETED
+def test_a_text_is_not_found_at_its_own_end() -> None:
+    check_own_end()
+
+
+def check_own_end() -> None:
+    index = token_index(40, 2, DEVICE)
+    index.starts[1] = 5
+    index.log[5:11] = torch.tensor([7, 8, 9, 7, 8, 9], dtype=torch.int32)
+    places, known = torch.arange(5, 11, device=DEVICE), torch.arange(6, device=DEVICE)
+    ngram.learn(index, places, known)
+    for entry in ngram._entries(index, 11, 6)[3:]:  # of a longer text that stood here before
+        index.table[entry] = 11
+    one = torch.ones(1, dtype=torch.int64, device=DEVICE)
+    for propose in (ngram.propose, ngram.propose_ref):
+        out = ngram.chains(1, 4, DEVICE)
+        propose(index, one, 5 * one, 9 * one, 64 * one, out)
+        assert out.facts[0, :2].tolist() == [3, 3]
+        assert out.tokens.tolist() == [[9, 7, 8, 9]]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     for learn in (*LEARN, (48, 8, 1000)):
@@ -190,3 +211,4 @@ def test_on_a_gpu() -> None:
     for rows in (*ROWS, (256, 8, 2048), (256, 64, 4096), (1000, 8, 1500)):
         check_rows(*rows)
     check_round()
+    check_own_end()
