@@ -74,3 +74,4 @@ def test_a_log_has_room_for_all_texts_that_grow_and_the_table_for_the_capacity()
     assert size.tokens > 48 * 131_072
     assert size.grams <= 10_000_000
     assert IndexSize.of(10_000_000, 4096, 48).tokens == 10_000_000 // 6
+    assert IndexSize.of(10_000_000, 131_072, 100_000).nbytes < 1 << 29

@@ -27,6 +27,7 @@ Ints32 = npt.NDArray[np.int32]
 
 _REFRESH = 16  # learned rounds after which the device gets new scores
 _BLEND = 0.25  # weight of the newest round in what drafts are expected to give
+_MOST_PLACES = 1 << 26  # that a log has for growing texts, four bytes each
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,11 @@ class IndexSize:
     @classmethod
     def of(cls, capacity: int, width: int, rows: int) -> IndexSize:
         """capacity: n-grams to be kept. width: most tokens of a text. rows: texts that grow at the
-        same time: each has places for all that it may come to, and one more is about to begin."""
+        same time: each has places for all that it may come to, and one more is about to begin;
+        beyond _MOST_PLACES they take each other's."""
         kept = max(capacity // len(ORDERS), 2 * width)
-        return cls(max(kept, (rows + 1) * (width + 1) + 1), len(ORDERS) * kept)
+        growing = min((rows + 1) * (width + 1) + 1, _MOST_PLACES)
+        return cls(max(kept, growing), len(ORDERS) * kept)
 
     @property
     def nbytes(self) -> int:
