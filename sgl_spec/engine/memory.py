@@ -32,6 +32,17 @@ _ATTENTION = 128 << 20  # parts of split attention
 _SAMPLED = 64  # bytes an entry while logits are filtered and sorted
 
 
+def row_counts(most: int) -> tuple[int, ...]:
+    """Rows of the prompt chunks whose forwards are captured, up to at least `most`: the steps waste
+    a few percent, and are whole tiles of a matrix product."""
+    counts: list[int] = []
+    while not counts or counts[-1] < most:
+        last = counts[-1] if counts else 0
+        step = 64 if last < 512 else 128
+        counts.append(last + step)
+    return tuple(counts)
+
+
 @dataclass(frozen=True, slots=True)
 class Shapes:
     """The largest forwards. prompt_rows: of a prefill. requests: that decode at once. nodes: rows

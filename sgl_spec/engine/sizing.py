@@ -10,6 +10,7 @@ from sgl_spec.args import ResolvedArgs
 from sgl_spec.engine.cuda.costs import TreeShapes
 from sgl_spec.engine.drafting import device_index
 from sgl_spec.engine.memory import (
+    CAPTURED_ROWS,
     ROUND_KINDS,
     SEAM_DRAFT_GRAPHS,
     SEAM_GRAPHS,
@@ -19,6 +20,7 @@ from sgl_spec.engine.memory import (
     gpu_hint,
     least_slots,
     pool_slots,
+    row_counts,
     work_bytes,
 )
 from sgl_spec.models.decoder import Decoder
@@ -91,13 +93,14 @@ class Sizing:
         sizes = self.graph_sizes(args.max_running_requests)
         trees = TreeShapes(sizes, args.tree_nodes) if draft is None and args.tree_nodes > 1 else ()
         seams = SEAM_GRAPHS + (0 if draft is None else 2 * SEAM_DRAFT_GRAPHS)
+        prompts = len(row_counts(min(self.prefill_budget, CAPTURED_ROWS)))
         return Shapes(
             prompt_rows=prompt_rows,
             requests=args.max_running_requests,
             nodes=args.tree_nodes,
             captured=0 if draft is None else len(draft.capture),
             draft_columns=0 if draft is None else draft.logit_width,
-            graphs=ROUND_KINDS * (len(sizes) + len(trees)) + (seams if sizes else 0),
+            graphs=ROUND_KINDS * (len(sizes) + len(trees)) + (seams + prompts if sizes else 0),
         )
 
     def graph_sizes(self, rows: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from draft_rig import make_draft, shape_options
 from kernel_runs import INTERPRETED
 from tiny import MIN_VOCAB, make_tiny
@@ -173,3 +174,17 @@ def test_what_sampled_batches_need_is_made_before_they_come(
     done = llm.generate(PROMPTS, [{**base, **one} for one in MIXED])
     assert [one.output_ids for one in done] == expected
     assert len(worker.rounds) == made
+
+
+@INTERPRETED
+def test_where_memory_ends_nothing_more_is_prepared(target: Path) -> None:
+    llm = LLM(str(target), max_total_tokens=128, attention_backend="triton")
+    worker = llm.engine.scheduler.worker
+    assert isinstance(worker, DeviceWorker)
+
+    def ends() -> None:
+        raise torch.OutOfMemoryError("none is left")
+
+    worker._later = [ends, ends]
+    assert llm.engine.prepare_more()
+    assert not llm.engine.prepare_more()

@@ -23,7 +23,7 @@ from sgl_spec.engine.cuda.rounds import (
     even_starts,
 )
 from sgl_spec.engine.cuda.transfer import send
-from sgl_spec.engine.memory import CAPTURED_ROWS
+from sgl_spec.engine.memory import CAPTURED_ROWS, row_counts
 from sgl_spec.engine.policy import PREFILL_REQUESTS_CUDA
 from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.speculative.array_tree import ArrayTree
@@ -31,17 +31,6 @@ from sgl_spec.speculative.array_tree import ArrayTree
 IntArray = npt.NDArray[np.int64]
 
 _EVERY_KIND = RoundKind(sampled=True, filtered=True)  # a forward draws too little to matter
-
-
-def row_counts(most: int) -> tuple[int, ...]:
-    """Rows of the forwards that are captured, up to at least `most`: the steps waste a few
-    percent, and are whole tiles of a matrix product."""
-    counts: list[int] = []
-    while not counts or counts[-1] < most:
-        last = counts[-1] if counts else 0
-        step = 64 if last < 512 else 128
-        counts.append(last + step)
-    return tuple(counts)
 
 
 class _Block:

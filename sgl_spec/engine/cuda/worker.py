@@ -9,6 +9,7 @@ them, is the affair of `sources`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -52,6 +53,8 @@ from sgl_spec.speculative.model_drafter import ModelDrafter
 from sgl_spec.speculative.rules import FollowRule
 from sgl_spec.speculative.simulate import SimulatedRule
 from sgl_spec.speculative.tree import TokenTree
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceWorker(Worker):
@@ -323,5 +326,9 @@ class DeviceWorker(Worker):
             self._later += self._seams
         if not self._later:
             return False
-        self._later.pop(0)()
+        try:
+            self._later.pop(0)()
+        except torch.OutOfMemoryError as error:  # they are made when they are needed, or not
+            logger.warning("No memory to prepare more rounds: %s", error)
+            self._later.clear()
         return True
