@@ -6,8 +6,6 @@ many rows a round verifies; the device shares them among the requests by the sco
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,32 +14,21 @@ from sgl_spec.engine.batch import DecodeBatch
 from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
 from sgl_spec.engine.cuda.ngram import DeviceNgram, RoundSizes
-from sgl_spec.engine.cuda.rounds import Acceptance, IntArray, Parts, Requests, RoundKind, verify
+from sgl_spec.engine.cuda.rounds import (
+    Acceptance,
+    ChainTrees,
+    IntArray,
+    Parts,
+    Requests,
+    RoundKind,
+    verify,
+)
 from sgl_spec.engine.cuda.running import Planned, RunningRound
 from sgl_spec.engine.cuda.sources import ShapedRounds
 from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec_kernels import ngram
 from sgl_spec_kernels.ngram import ChainRows, Chains, TokenIndex
-
-
-@dataclass(frozen=True, slots=True)
-class _ChainTrees:
-    """Chains as trees of N nodes; see `rounds.WalkedTree`."""
-
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
-    num_nodes: Tensor
-    words: Tensor
-
-    @classmethod
-    def of(cls, tokens: Tensor, num_nodes: Tensor) -> _ChainTrees:
-        """tokens: [B, N]. num_nodes: [B]."""
-        steps = torch.arange(tokens.shape[1], device=tokens.device)
-        flat = (steps - 1, steps, (2 << steps) - 1)
-        parents, depths, words = (each.expand(tokens.shape).contiguous() for each in flat)
-        return cls(tokens, parents, depths, num_nodes, words)
 
 
 class NgramRound:
@@ -69,7 +56,7 @@ class NgramRound:
         self.forward: ChainRows = ngram.chain_rows_buffers(batch, total, device)
         self.nodes = nodes if total > batch else 1
         tokens = self.chains.tokens if self.nodes > 1 else self.requests.at.last[:, None]
-        self.tree = _ChainTrees.of(tokens, self.forward.nodes)
+        self.tree = ChainTrees.of(tokens, self.forward.nodes)
         self.acceptance = Acceptance(parts, self.requests, self.nodes, self.nodes - 1)
         self.out, self.lengths = self.acceptance.out, self.acceptance.lengths
         self._places = torch.zeros(batch * self.nodes, dtype=torch.int64, device=device)

@@ -6,10 +6,10 @@ import torch
 
 from sgl_spec.engine.cuda.rounds import (
     Acceptance,
+    ChainTrees,
     IntArray,
     Parts,
     Requests,
-    Roots,
     RoundKind,
     even_starts,
     verify,
@@ -35,7 +35,7 @@ class PlainRound:
         self.capture = () if draft is None else draft.model.capture
         self.extension = None if draft is None else Extension(parts, draft, self.requests, 0)
         self.starts = even_starts(batch, 1, parts.table.device)
-        self.tree = Roots.of(self.requests.at.last)
+        self.tree = ChainTrees.of_roots(self.requests.at.last)
         self.zeros, self.ones = torch.zeros_like(self.rows), torch.ones_like(self.rows)
         self.positions, self.slots = torch.zeros_like(self.rows), torch.zeros_like(self.rows)
 

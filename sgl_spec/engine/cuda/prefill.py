@@ -15,10 +15,10 @@ from sgl_spec.engine.batch import PrefillBatch
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
 from sgl_spec.engine.cuda.rounds import (
     Acceptance,
+    ChainTrees,
     DraftParts,
     Parts,
     Requests,
-    Roots,
     RoundKind,
     even_starts,
 )
@@ -101,7 +101,7 @@ class PrefillRound:
         self.drawing.rows = self.drawn
         self.acceptance = Acceptance(parts, self.drawing, 1, 0)
         self.offsets = even_starts(requests, 1, device)
-        self.tree = Roots.of(self.drawing.at.last)
+        self.tree = ChainTrees.of_roots(self.drawing.at.last)
         self.out = self.acceptance.out
 
     def load(self, rows: IntArray, tree: ArrayTree | None) -> None:

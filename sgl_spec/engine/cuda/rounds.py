@@ -221,8 +221,8 @@ class WalkedTree(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Roots:
-    """Trees of one node; see `WalkedTree`."""
+class ChainTrees:
+    """Chains, and roots alone, as trees; see `WalkedTree`."""
 
     tokens: Tensor
     parents: Tensor
@@ -231,10 +231,17 @@ class Roots:
     words: Tensor
 
     @classmethod
-    def of(cls, roots: Tensor) -> Roots:
-        """roots: [B] int64."""
-        zero, one = torch.zeros_like(roots), torch.ones_like(roots)
-        return cls(roots[:, None], -one[:, None], zero[:, None], one, one[:, None])
+    def of(cls, tokens: Tensor, num_nodes: Tensor) -> ChainTrees:
+        """tokens: [B, N], num_nodes: [B], both int64 and kept as they are."""
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        flat = (steps - 1, steps, (2 << steps) - 1)
+        parents, depths, words = (each.expand(tokens.shape).contiguous() for each in flat)
+        return cls(tokens, parents, depths, num_nodes, words)
+
+    @classmethod
+    def of_roots(cls, roots: Tensor) -> ChainTrees:
+        """Trees of one node. roots: [B] int64."""
+        return cls.of(roots[:, None], torch.ones_like(roots))
 
 
 def even_starts(batch: int, rows: int, device: torch.device) -> Tensor:
