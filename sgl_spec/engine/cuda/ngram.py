@@ -236,7 +236,9 @@ class RoundSizes:
         rows = self.shapes.rows(size)
         if self.costs is None:
             return size, rows[-1]
-        expected = batch * (1 + self._gains.get(size, self._first(size)))
+        if size not in self._gains:
+            self._gains[size] = self._first(size)
+        expected = batch * (1 + self._gains[size])
         rates = expected / np.array([self.costs.ms(size, count) for count in rows])
         best = int(rates.argmax())
         if batch / self.costs.ms(padded, padded) > rates[best]:
