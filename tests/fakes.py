@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sgl_spec.layers.context import ForwardBatch, KVCache
+from sgl_spec.layers.wanted import only
 from sgl_spec.request import SamplingParams
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.penalties import TokenCounts
@@ -38,6 +39,7 @@ def mix(tokens: Tensor, positions: Tensor) -> Tensor:
 class _Config:
     eos_token_ids: tuple[int, ...] = (EOS,)
     vocab_size: int = VOCAB
+    num_layers: int = 1
 
 
 class SumModel:
@@ -60,7 +62,7 @@ class SumModel:
         kv.v[0, batch.slots, 0, 0] = k[batch.slots]
         assert batch.slots.unique().numel() == batch.slots.numel(), "two rows write one slot"
         sums = [self._request_sums(batch, kv, i) for i in range(len(batch.rows))]
-        return torch.cat(sums)[:, None]
+        return only(torch.cat(sums)[:, None], batch.wanted)
 
     def _request_sums(self, batch: ForwardBatch, kv: KVCache, i: int) -> Tensor:
         start, end = int(batch.q_starts[i]), int(batch.q_starts[i + 1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,8 @@ def with_fillers(batch: ForwardBatch, count: int) -> ForwardBatch:
 
 def on(device: torch.device, batch: ForwardBatch) -> ForwardBatch:
     """The batch there."""
-    fields = {name: getattr(batch, name) for name in batch.__slots__}
-    moved = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in fields.items()}
+    given = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    moved = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in given.items()}
     return ForwardBatch(**moved)
 
 

@@ -24,7 +24,8 @@ class Follower:
     """Runs the target and hands on what its drafter wants of it; any other drafter costs nothing
     here.
 
-    run: gives the target's final-normed hidden [T, H], and the features [T, C] if any are wanted.
+    run: gives the target's final-normed hidden [R, H] of the rows that are read, and the features
+    [T, C] if any are wanted.
     """
 
     def __init__(self, model: Decoder, kv: KVCache, drafter: Drafter | None) -> None:
@@ -33,6 +34,11 @@ class Follower:
         self.drafter: KVDrafter | None = drafter if follows_kv(drafter) else None
         self.capture = () if self.drafter is None else self.drafter.capture
         self.run: Callable[[ForwardBatch], tuple[Tensor, Tensor | None]] = self._run
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether the drafter wants the final hidden of every row."""
+        return self.model.config.num_layers in self.capture
 
     def _run(self, forward: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         if self.capture:

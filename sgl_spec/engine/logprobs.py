@@ -40,6 +40,10 @@ class LogprobReader:
         """The row's request ended or was retracted."""
         self._asked.pop(row, None)
 
+    def asked(self, rows: IntArray) -> bool:
+        """Whether a request in one of the rows asks for any."""
+        return any(row in self._asked for row in rows.tolist())
+
     def of_prompts(
         self,
         batch: PrefillBatch,

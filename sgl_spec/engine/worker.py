@@ -215,15 +215,18 @@ class Worker:
 
     def _prefill(self, batch: PrefillBatch) -> StepOutput:
         forward = prefill_forward(batch, self.tokens, self.table)
-        hidden, features = self.follower.run(forward)
+        whole = self.follower.reads_hidden or self.logprobs.asked(batch.rows)
+        ends = forward.q_starts[1:] - 1
+        hidden, features = self.follower.run(forward if whole else replace(forward, wanted=ends))
         tokens: list[list[int]] = [[] for _ in batch.rows]
         logprobs: list[Logprobs | None] = [None] * len(tokens)
         (finals,) = np.nonzero(batch.finals)
         if len(finals):
-            rows, ends = batch.rows[finals], (batch.starts + batch.takes)[finals]
-            last = on_device(np.cumsum(batch.takes)[finals] - 1, self.device)
-            drawn, read = self._draw_next(hidden[last], rows, ends)
-            for i, row, end, token in zip(finals, rows, ends, drawn.tolist(), strict=True):
+            rows, lengths = batch.rows[finals], (batch.starts + batch.takes)[finals]
+            last = on_device(finals, self.device)
+            read_rows = hidden[ends[last] if whole else last]
+            drawn, read = self._draw_next(read_rows, rows, lengths)
+            for i, row, end, token in zip(finals, rows, lengths, drawn.tolist(), strict=True):
                 tokens[i] = [token]
                 self.tokens[row, end] = token
             for i, one in zip(finals, read or (), strict=False):

@@ -18,8 +18,21 @@ class KVCache:
     v: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardBatch:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttnBatch:
+    """What attention reads of a forward; see `ForwardBatch`."""
+
+    req_to_token: Tensor
+    rows: Tensor
+    prefix_lens: Tensor
+    q_starts: Tensor
+    mask_words: Tensor | None
+    tree_lens: Tensor | None = None
+    max_q_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch(AttnBatch):
     """One forward over ragged rows: B requests, T rows in all, request i owning rows
     q_starts[i] .. q_starts[i+1].
 
@@ -42,19 +55,19 @@ class ForwardBatch:
     the rows of a request that the host knows: with it such a forward reads nothing back from the
     device; where it is None the bound is read from q_starts.
 
+    Where one row of each request is all that is read of a forward, `wanted` names it: the last
+    layer then leaves the others out once their keys and values are stored, and what the model
+    returns has one row for each request. Features of layers are of all rows still. The rows of a
+    request up to the wanted one must be a chain.
+
     tokens, positions, slots: [T] int64. mask_words: [T] int64 or None.
     req_to_token: [rows, width] int32, the slot of each logical position of each request row.
     rows: [B] int64, table row of each request. prefix_lens: [B] int64. q_starts: [B + 1] int64.
-    tree_lens: [B] int64, with mask_words only; None is all 0.
+    tree_lens: [B] int64, with mask_words only; None is all 0. wanted: [B] int64, counted in T, any
+    row where a request has none; None: all rows are read.
     """
 
     tokens: Tensor
     positions: Tensor
     slots: Tensor
-    req_to_token: Tensor
-    rows: Tensor
-    prefix_lens: Tensor
-    q_starts: Tensor
-    mask_words: Tensor | None
-    tree_lens: Tensor | None = None
-    max_q_len: int | None = None
+    wanted: Tensor | None = None

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from sgl_spec.layers.backend import Backend, prefill_attention
-from sgl_spec.layers.context import ForwardBatch
+from sgl_spec.layers.context import AttnBatch
 from sgl_spec_kernels.tree_attn import AttnPlan, AttnWork, attn_grid, plan_tree_attn, tree_attn
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -43,7 +43,7 @@ class Attention(Protocol):
         """Make the work space of forwards up to this shape."""
         ...
 
-    def plan(self, batch: ForwardBatch, max_q_len: int) -> Attend:
+    def plan(self, batch: AttnBatch, max_q_len: int) -> Attend:
         """The attention of one forward, whose requests have up to max_q_len rows."""
         ...
 
@@ -61,7 +61,7 @@ class DeviceAttention:
         """See `Attention.reserve`."""
         self._trees.reserve(max_batch, max_q_len)
 
-    def plan(self, batch: ForwardBatch) -> Attend:
+    def plan(self, batch: AttnBatch) -> Attend:
         """The attention of one forward. Reads the device only where batch.max_q_len is None or the
         way of it must know the lengths."""
         longest = batch.max_q_len
@@ -94,7 +94,7 @@ class TritonAttention:
         lengths |= {1 << bit for bit in range(max_q_len.bit_length())}
         self._grow(max(self._need(b, q) for b in range(1, max_batch + 1) for q in lengths))
 
-    def plan(self, batch: ForwardBatch, max_q_len: int) -> Attend:
+    def plan(self, batch: AttnBatch, max_q_len: int) -> Attend:
         """See `Attention.plan`."""
         self._grow(self._need(len(batch.rows), max_q_len))
         plan = plan_tree_attn(
@@ -156,7 +156,7 @@ class SdpaAttention:
     def reserve(self, max_batch: int, max_q_len: int) -> None:
         """It needs nothing beforehand."""
 
-    def plan(self, batch: ForwardBatch, max_q_len: int) -> Attend:
+    def plan(self, batch: AttnBatch, max_q_len: int) -> Attend:
         """See `Attention.plan`. Waits for the device."""
         assert batch.mask_words is None, "this attention is causal"
         spans = pairwise(batch.q_starts.tolist())

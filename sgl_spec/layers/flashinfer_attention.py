@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgl_spec.layers.context import ForwardBatch
+from sgl_spec.layers.context import AttnBatch
 from sgl_spec.layers.device_attention import Attend, Heads
 
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation advises
@@ -33,7 +33,7 @@ class FlashInferAttention:
     def reserve(self, max_batch: int, max_q_len: int) -> None:
         """The work space is of one size."""
 
-    def plan(self, batch: ForwardBatch, max_q_len: int) -> Attend:
+    def plan(self, batch: AttnBatch, max_q_len: int) -> Attend:
         """See `Attention.plan`. Waits for the device."""
         heads, causal = self._heads, batch.mask_words is None
         lens = kv_lens(batch)
@@ -57,7 +57,7 @@ class FlashInferAttention:
         return partial(_run, wrapper)
 
 
-def kv_lens(batch: ForwardBatch) -> Tensor:
+def kv_lens(batch: AttnBatch) -> Tensor:
     """[B] int64, the columns that a request's rows may see."""
     lens = batch.prefix_lens + batch.q_starts.diff()
     return lens if batch.tree_lens is None else lens + batch.tree_lens
@@ -70,7 +70,7 @@ def ragged(lens: Tensor) -> tuple[Tensor, Tensor]:
     return owner, torch.arange(len(owner), device=lens.device) - first[owner]
 
 
-def tree_mask(batch: ForwardBatch, lens: Tensor) -> Tensor:
+def tree_mask(batch: AttnBatch, lens: Tensor) -> Tensor:
     """What each row of a token tree sees, [sum of rows x columns] bool, request by request."""
     assert batch.mask_words is not None
     request, _ = ragged(batch.q_starts.diff())

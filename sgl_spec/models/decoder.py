@@ -48,12 +48,12 @@ class Decoder:
             use_tuned([*self.stack.linears(), self.lm_head], self.device)
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """Write the KV of every row at `batch.slots`; the final-normed hidden [T, hidden_size]."""
+        """Write the KV of every row at `batch.slots`; the final-normed hidden [R, hidden_size] of
+        the rows that are read."""
         if self.stack.fused is not None:
             return self._forward_fused(self.stack.fused, batch, kv, ())[0]
-        shared = self.stack.share(batch)
         hidden = self.embedding.index_select(0, batch.tokens)
-        for layer, k_cache, v_cache in self.stack.caches(kv):
+        for layer, k_cache, v_cache, shared in self.stack.each(batch, kv):
             hidden = layer(hidden, k_cache, v_cache, shared)
         return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
 
@@ -63,17 +63,18 @@ class Decoder:
         """`forward`, and what the rows were on the way: [T, len(layers) * hidden_size].
 
         layers: which rows, concatenated in this order. l < num_layers: the residual stream that
-        enters layer l (so 0 is the embedding); num_layers: the final-normed hidden.
+        enters layer l (so 0 is the embedding); num_layers: the final-normed hidden, for which all
+        rows must be read.
         """
         count = self.config.num_layers
         assert layers, "nothing to capture"
         assert all(0 <= layer <= count for layer in layers), f"{layers} of {count} layers"
+        assert batch.wanted is None or count not in layers, "the features are of all rows"
         if self.stack.fused is not None:
             return self._forward_fused(self.stack.fused, batch, kv, layers)
-        shared = self.stack.share(batch)
         wanted: dict[int, Tensor] = {}
         hidden = self.embedding.index_select(0, batch.tokens)
-        for index, (layer, k_cache, v_cache) in enumerate(self.stack.caches(kv)):
+        for index, (layer, k_cache, v_cache, shared) in enumerate(self.stack.each(batch, kv)):
             if index in layers:
                 wanted[index] = hidden  # a layer returns a new tensor, this one stays as it is
             hidden = layer(hidden, k_cache, v_cache, shared)
@@ -84,12 +85,13 @@ class Decoder:
         self, fused: FusedLayers, batch: ForwardBatch, kv: KVCache, layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         """(final-normed hidden, features of `layers`)."""
-        shared, eps, count = fused.share(batch), self.config.rms_norm_eps, self.config.num_layers
+        eps, count = self.config.rms_norm_eps, self.config.num_layers
         norm = self.stack.layers[0].input_norm
         assert norm is not None
         stream, x = fused.begin(self.embedding, batch.tokens, norm, eps)
         features = Features(layers, stream)
-        last, inner = fused.run(stream, self.stack.caches(kv), shared, x=x, features=features)
+        steps = fused.each(batch, self.stack.caches(kv))
+        stream, (last, inner) = fused.run(stream, steps, x=x, features=features)
         hidden = fused.norm(last.down(inner), self.norm, eps, stream)
         if layers == (count,):
             return hidden, hidden

@@ -55,8 +55,9 @@ class DraftModel(Protocol):
         ...
 
     def forward(self, batch: ForwardBatch, features: Tensor | None, kv: KVCache) -> Tensor:
-        """Write the KV of every row at `batch.slots`; [T, H], the hidden row from which `logits`
-        predicts and which is the feature of the row's children in a draft tree.
+        """Write the KV of every row at `batch.slots`; [R, H] of the rows that are read, the hidden
+        row from which `logits` predicts and which is the feature of the row's children in a draft
+        tree.
 
         features: [T, H], in the dtype of the head; None for a whole model.
         """

@@ -86,19 +86,18 @@ class EagleHead:
         assert features is not None
         if self._stack.fused is not None:
             return self._forward_fused(self._stack.fused, batch, features, kv)
-        shared = self._stack.share(batch)
         embedded = self._embedding.index_select(0, batch.tokens)
         hidden = self._fc(torch.cat((embedded, features), dim=-1))
-        for layer, k_cache, v_cache in self._stack.caches(kv):
+        for layer, k_cache, v_cache, shared in self._stack.each(batch, kv):
             hidden = layer(hidden, k_cache, v_cache, shared)
         return hidden
 
     def _forward_fused(
         self, fused: FusedLayers, batch: ForwardBatch, features: Tensor, kv: KVCache
     ) -> Tensor:
-        shared = fused.share(batch)
         stream = self._fc(fused.beside(self._embedding, batch.tokens, features))
-        last, inner = fused.run(stream, self._stack.caches(kv), shared, x=stream)
+        steps = fused.each(batch, self._stack.caches(kv))
+        stream, (last, inner) = fused.run(stream, steps, x=stream)
         last.down.add_into(stream, inner)
         return stream
 

@@ -107,32 +107,31 @@ class Eagle3Head:
         assert features is not None
         if self._stack.fused is not None:
             return self._forward_fused(self._stack.fused, batch, features, kv)
-        shared = self._stack.share(batch)
-        (first, k_cache, v_cache), *rest = self._stack.caches(kv)
+        steps = self._stack.each(batch, kv)
+        first, k_cache, v_cache, shared = next(steps)
         embedded = self._embedding.index_select(0, batch.tokens)
         normed = self._normed(features, self._hidden_norm)
         residual = normed if self.config.norm_before_residual else features
         assert first.input_norm is not None
         both = torch.cat((self._normed(embedded, first.input_norm), normed), dim=-1)
         hidden = first.mix(residual, both, k_cache, v_cache, shared)
-        for layer, k_cache, v_cache in rest:
+        for layer, k_cache, v_cache, shared in steps:
             hidden = layer(hidden, k_cache, v_cache, shared)
         return self._normed(hidden, self._norm) if self.config.norm_output else hidden
 
     def _forward_fused(
         self, fused: FusedLayers, batch: ForwardBatch, features: Tensor, kv: KVCache
     ) -> Tensor:
-        shared, eps = fused.share(batch), self.config.layers.rms_norm_eps
-        (first, k_cache, v_cache), *rest = self._stack.caches(kv)
+        eps = self.config.layers.rms_norm_eps
+        steps = fused.each(batch, self._stack.caches(kv))
+        first, k_cache, v_cache, shared = next(steps)
         assert first.input_norm is not None
         norms = first.input_norm, self._hidden_norm
         normed = torch.empty_like(features) if self.config.norm_before_residual else None
         both = fused.beside(self._embedding, batch.tokens, features, norms, eps, normed)
         residual = features if normed is None else normed
         stream, added = fused.enter(first, residual, both, k_cache, v_cache, shared)
-        if rest:
-            added = fused.run(stream, rest, shared, added=added)
-        last, inner = added
+        stream, (last, inner) = fused.run(stream, steps, added=added)
         if self.config.norm_output:
             return fused.norm(last.down(inner), self._norm, eps, stream)
         last.down.add_into(stream, inner)

@@ -14,7 +14,7 @@ made what it needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from sgl_spec.layers.backend import Backend
-from sgl_spec.layers.context import ForwardBatch
+from sgl_spec.layers.context import AttnBatch, ForwardBatch
 from sgl_spec.layers.device_attention import Attend, DeviceAttention, Heads, is_capturing
 from sgl_spec.layers.linear import Linear
 from sgl_spec.layers.norm_rope import rotary_tables
+from sgl_spec.layers.wanted import only, shared_by_layer
 from sgl_spec.models.config import ModelConfig
 from sgl_spec.models.features import Features
 from sgl_spec.models.rope import attention_factor, inverse_frequencies
@@ -43,13 +44,19 @@ Caches = Iterable[tuple["DecoderLayer", Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class FusedShared:
-    """What every layer of one forward reads. cos, sin: [positions, head_dim / 2] float32."""
+    """What a layer of one forward reads. cos, sin: [positions, head_dim / 2] float32. wanted: see
+    `layer.Shared`."""
 
     positions: Tensor
     slots: Tensor
     cos: Tensor
     sin: Tensor
     attend: Attend
+    wanted: Tensor | None
+
+
+Steps = Iterable[tuple["DecoderLayer", Tensor, Tensor, FusedShared]]
+"""The same, and what each of them reads."""
 
 
 class FusedLayers:
@@ -72,12 +79,20 @@ class FusedLayers:
         self._attention.reserve(max_batch, max_q_len)
         self._table(max(positions, self._context))
 
-    def share(self, batch: ForwardBatch) -> FusedShared:
-        """What all layers read in the forward of `batch`."""
+    def each(
+        self, batch: ForwardBatch, caches: Caches
+    ) -> Iterator[tuple[DecoderLayer, Tensor, Tensor, FusedShared]]:
+        """The layers of a stack with what each of them reads in the forward of `batch`."""
         # No row lies at a rotary position beyond its logical one, which the table holds.
         cos, sin = self._table(batch.req_to_token.shape[1])
-        attend = self._attention.plan(batch)
-        return FusedShared(batch.positions, batch.slots, cos, sin, attend)
+
+        def share(attention: AttnBatch, wanted: Tensor | None) -> FusedShared:
+            attend = self._attention.plan(attention)
+            return FusedShared(batch.positions, batch.slots, cos, sin, attend, wanted)
+
+        layers = list(caches)
+        for one, shared in zip(layers, shared_by_layer(batch, len(layers), share), strict=True):
+            yield *one, shared
 
     def norm(
         self,
@@ -117,21 +132,21 @@ class FusedLayers:
     def run(
         self,
         stream: Tensor,
-        caches: Caches,
-        shared: FusedShared,
+        steps: Steps,
         *,
         x: Tensor | None = None,
         added: tuple[DecoderLayer, Tensor] | None = None,
         features: Features | None = None,
-    ) -> tuple[DecoderLayer, Tensor]:
-        """Run layers over `stream`, changed in place; what the last one adds is still missing: its
-        down product of the rows that are returned with it.
+    ) -> tuple[Tensor, tuple[DecoderLayer, Tensor]]:
+        """Run layers, if there are any, over `stream`, changed in place. Returns the rows of it
+        that are read, and what the last layer adds, which is still missing: its down product of
+        the rows beside it.
 
         x: what the attention of the first reads; or added: the same of the layer before. features:
         take what enters these layers.
         """
         assert (x is None) != (added is None)
-        for index, (layer, k_cache, v_cache) in enumerate(caches):
+        for index, (layer, k_cache, v_cache, shared) in enumerate(steps):
             places = [] if features is None else features.places(index)
             if added is not None:
                 assert layer.input_norm is not None, "only a first layer reads the stream as it is"
@@ -142,10 +157,11 @@ class FusedLayers:
                 place.copy_(stream)
             assert x is not None
             output = layer.output(self.attend(layer, x, k_cache, v_cache, shared))
+            stream = only(stream, shared.wanted)
             x = self.norm(output, layer.post_norm, layer.eps, stream)
             added = layer, _activated(layer.gate_up, x)
         assert added is not None
-        return added
+        return stream, added
 
     def enter(
         self,
@@ -159,14 +175,15 @@ class FusedLayers:
         """A first layer whose attention reads x, on a residual that is left as it is: the new
         stream, and what `run` returns."""
         attended = self.attend(layer, x, k_cache, v_cache, shared)
-        stream = layer.output.add_to(residual, attended)
+        stream = layer.output.add_to(only(residual, shared.wanted), attended)
         x = self.norm(stream, layer.post_norm, layer.eps)
         return stream, (layer, _activated(layer.gate_up, x))
 
     def attend(
         self, layer: DecoderLayer, x: Tensor, k_cache: Tensor, v_cache: Tensor, shared: FusedShared
     ) -> Tensor:
-        """Attention over x [T, columns of the q, k and v weights]: [T, heads * head_dim]."""
+        """Attention over x [T, columns of the q, k and v weights]: [R, heads * head_dim] of those
+        rows that are read."""
         q = rope_kv(
             layer.qkv(x),
             k_cache,
@@ -178,7 +195,7 @@ class FusedLayers:
             layer.qk_norm,
             layer.eps,
         )
-        return shared.attend(q, k_cache, v_cache)
+        return shared.attend(only(q, shared.wanted), k_cache, v_cache)
 
     def _table(self, positions: int) -> tuple[Tensor, Tensor]:
         """The largest tables there are, which reach at least this far."""

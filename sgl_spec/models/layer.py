@@ -14,9 +14,10 @@ from torch import Tensor
 
 from sgl_spec.layers.attention import plan_attention, store_and_attend
 from sgl_spec.layers.backend import Backend
-from sgl_spec.layers.context import ForwardBatch, KVCache
+from sgl_spec.layers.context import AttnBatch, ForwardBatch, KVCache
 from sgl_spec.layers.linear import Linear
 from sgl_spec.layers.norm_rope import RotaryRows, rms_norm, rotary_rows, rotate
+from sgl_spec.layers.wanted import only, shared_by_layer
 from sgl_spec.models.config import ModelConfig
 from sgl_spec.models.rope import attention_factor, inverse_frequencies
 from sgl_spec.models.stored import WeightSource
@@ -28,11 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What every layer of one forward reads."""
+    """What a layer of one forward reads. wanted: [R] int64, the rows that it goes on with once keys
+    and values are stored, which are those of the plan; None: all."""
 
     rotary: RotaryRows
     plan: AttnPlan
     slots: Tensor
+    wanted: Tensor | None = None
 
 
 class DecoderLayer:
@@ -83,7 +86,7 @@ class DecoderLayer:
         """The layer with what its attention reads given: normed [T, columns of the q, k and v
         weights]."""
         attended = self._attention(normed, k_cache, v_cache, shared)
-        hidden = self.output.add_to(hidden, attended)
+        hidden = self.output.add_to(only(hidden, shared.wanted), attended)
         gate, up = self.gate_up(rms_norm(hidden, self.post_norm, self.eps)).chunk(2, dim=-1)
         return self.down.add_to(hidden, F.silu(gate).mul_(up))
 
@@ -107,7 +110,7 @@ class DecoderLayer:
             q_norm, k_norm = self.qk_norm
             qk = torch.cat((rms_norm(q, q_norm, self.eps), rms_norm(k, k_norm, self.eps)), dim=1)
         qk = rotate(qk, shared.rotary)
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        q, k = only(qk[:, : self.num_heads], shared.wanted), qk[:, self.num_heads :]
         v = qkv[:, -self.num_kv_heads :]
         return store_and_attend(q, k, v, k_cache, v_cache, shared.slots, shared.plan)
 
@@ -141,15 +144,22 @@ class LayerStack:
 
             self.fused = FusedLayers(config, dtype, device, backend)
 
-    def share(self, batch: ForwardBatch) -> Shared:
-        """What all layers read in the forward of `batch`; positions may be any."""
-        heads_per_kv = self.config.num_heads // self.config.num_kv_heads
+    def each(
+        self, batch: ForwardBatch, kv: KVCache
+    ) -> Iterator[tuple[DecoderLayer, Tensor, Tensor, Shared]]:
+        """Each layer with its keys and values and what it reads in the forward of `batch`, whose
+        positions may be any."""
         factor = self._attention_factor
-        return Shared(
-            rotary=rotary_rows(batch.positions, self._inv_freq, factor, self.dtype),
-            plan=plan_attention(batch, heads_per_kv, self.dtype),
-            slots=batch.slots,
-        )
+        rotary = rotary_rows(batch.positions, self._inv_freq, factor, self.dtype)
+
+        def share(attention: AttnBatch, wanted: Tensor | None) -> Shared:
+            heads_per_kv = self.config.num_heads // self.config.num_kv_heads
+            plan = plan_attention(attention, heads_per_kv, self.dtype)
+            return Shared(rotary, plan, batch.slots, wanted)
+
+        pairs = zip(self.caches(kv), shared_by_layer(batch, len(self.layers), share), strict=True)
+        for (layer, k_cache, v_cache), shared in pairs:
+            yield layer, k_cache, v_cache, shared
 
     def reserve(self, max_batch: int, max_q_len: int, positions: int = 0) -> None:
         """See `Decoder.reserve`."""

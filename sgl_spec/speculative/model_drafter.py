@@ -125,8 +125,8 @@ class ModelDrafter:
         if self.shift:
             forward = replace(forward, tokens=on_device(following, self.device))
         fused = None if features is None else self.model.fuse(features)
-        hidden = self.forward(forward, fused)
-        self.last[forward.rows] = hidden[forward.q_starts[1:] - 1]
+        forward = replace(forward, wanted=forward.q_starts[1:] - 1)
+        self.last[forward.rows] = self.forward(forward, fused)
 
     def verified(self, batch: DraftBatch, counts: Tensor, features: Tensor | None) -> None:
         """See `KVDrafter`. The rows wait; requests with too many of them catch up."""

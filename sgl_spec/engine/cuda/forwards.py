@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -27,6 +27,7 @@ from sgl_spec.engine.memory import CAPTURED_ROWS, SEAM_DRAFT_GRAPHS, SEAM_GRAPHS
 from sgl_spec.engine.policy import PREFILL_REQUESTS_CUDA
 from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.layers.transfer import batch_on_device
+from sgl_spec.layers.wanted import only
 from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.model_drafter import ModelDrafter
 from sgl_spec.speculative.tree import MAX_TREE_NODES
@@ -179,7 +180,9 @@ class Forwards:
         self._reads: Tensor | None = None  # give and read; made with the first of them
 
     def run(self, batch: ForwardBatch, features: Tensor | None = None) -> list[Tensor]:
-        """What the model gives of the batch's rows, [T, width] each; the caller's to keep."""
+        """What the model gives of the batch's rows, [T, width] each; the caller's to keep. Its
+        graphs compute all rows, so a batch is taken as if all were wanted."""
+        batch = replace(batch, wanted=None)
         shape = self._shape(batch)
         replayed = None if shape is None else self._made(shape)
         with nullcontext() if self.clock is None else self.clock.forward():
@@ -313,12 +316,14 @@ def run_forwards(
 
     def run_target(batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         hidden, *features = target.run(batch)
-        return hidden, features[0] if features else None
+        return only(hidden, batch.wanted), features[0] if features else None
 
     follower.run = run_target
     if parts.draft is not None and isinstance(follower.drafter, ModelDrafter):
         draft = Forwards(parts, draft_role(parts.draft), rounds, clock)
-        follower.drafter.forward = lambda batch, features: draft.run(batch, features)[0]
+        follower.drafter.forward = lambda batch, features: only(
+            draft.run(batch, features)[0], batch.wanted
+        )
         grower = TreeGrower(parts, rounds, follower.drafter, clock)
         follower.drafter.grow = grower.grow
         return [*target.later(), *draft.later(), *grower.later()]

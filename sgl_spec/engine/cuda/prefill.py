@@ -39,12 +39,12 @@ class _Block:
     tokens, following, positions, table_rows: [T], each row's token, the token behind it (what is
     drawn is missing), position and table row. rows, prefix, starts: [B], [B], [B + 1], the
     requests. drawn: [B] table rows whose prompts are through, the filler elsewhere; ends: [B]
-    lengths of those prompts, 1 elsewhere; roots: [B] their last tokens; last, behind: [B] their
-    last rows, and where in `following` the token goes that is drawn (T: nowhere).
+    lengths of those prompts, 1 elsewhere; roots: [B] their last tokens; behind: [B] where in
+    `following` the token goes that is drawn (T: nowhere).
     """
 
     def __init__(self, rows: int, requests: int, device: torch.device) -> None:
-        sizes = [rows, rows + 1, rows, rows, *[requests] * 2, requests + 1, *[requests] * 5]
+        sizes = [rows, rows + 1, rows, rows, *[requests] * 2, requests + 1, *[requests] * 4]
         self.host = torch.zeros(sum(sizes), dtype=torch.int64)
         self.device = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         self.parts = torch.split(self.device, sizes)
@@ -54,7 +54,7 @@ class _Block:
         """Rows and requests that are nobody's."""
         for part in self._flat:
             part[:] = 0
-        _, following, _, table_rows, rows, _, _, drawn, ends, _, _, behind = self._flat
+        _, following, _, table_rows, rows, _, _, drawn, ends, _, behind = self._flat
         table_rows[:], rows[:], drawn[:] = filler, filler, filler
         ends[:], behind[:] = 1, len(following) - 1
 
@@ -62,7 +62,7 @@ class _Block:
         """Write all of it."""
         self.blank(filler)
         tokens, following, positions, table_rows, rows, prefix, starts, *ends = self._flat
-        drawn, lengths, roots, last, behind = ends
+        drawn, lengths, roots, behind = ends
         at = 0
         for row, start, take in zip(batch.rows, batch.starts, batch.takes, strict=True):
             span, end = slice(at, at + take), start + take
@@ -78,8 +78,8 @@ class _Block:
         (final,) = np.nonzero(batch.finals)
         drawn[final] = batch.rows[final]
         lengths[final] = (batch.starts + batch.takes)[final]
-        last[final] = behind[final] = starts[final + 1] - 1
-        roots[final] = tokens[last[final]]
+        behind[final] = starts[final + 1] - 1
+        roots[final] = tokens[behind[final]]
 
 
 class PrefillRound:
@@ -95,7 +95,7 @@ class PrefillRound:
         names = self.block.parts
         self.tokens, self._following, self.positions, self.table_rows = names[:4]
         self.requests, self.prefix, self.starts = names[4:7]
-        self.drawn, self.ends, self.roots, self.last, self.behind = names[7:]
+        self.drawn, self.ends, self.roots, self.behind = names[7:]
         self.rows = self.drawn
         self.drawing = Requests(parts, requests, _EVERY_KIND)
         self.drawing.rows = self.drawn
@@ -128,15 +128,24 @@ class PrefillRound:
             q_starts=self.starts,
             mask_words=None,
             max_q_len=self.size,
+            wanted=(self.starts[1:] - 1).clamp(min=0),
         )
-        features = None
-        if draft is not None and draft.model.capture:
-            hidden, features = parts.model.forward_features(forward, parts.kv, draft.model.capture)
-        else:
-            hidden = parts.model.forward(forward, parts.kv)
+        hidden, features = self._read(forward)
         self._draw(hidden)
         if draft is not None:
             self._follow(draft, forward, features)
+
+    def _read(self, forward: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """The last hidden rows of the chunks, and the features of all rows if there is a head."""
+        model, kv, draft = self.parts.model, self.parts.kv, self.parts.draft
+        capture = () if draft is None else draft.model.capture
+        if not capture:
+            return model.forward(forward, kv), None
+        if model.config.num_layers not in capture:
+            return model.forward_features(forward, kv, capture)
+        assert forward.wanted is not None
+        hidden, features = model.forward_features(replace(forward, wanted=None), kv, capture)
+        return hidden.index_select(0, forward.wanted), features
 
     def _draw(self, hidden: Tensor) -> None:
         """A round of roots alone whose logits the prompts have given: first tokens take the same
@@ -145,7 +154,7 @@ class PrefillRound:
         state.committed.index_copy_(0, self.drawn, self.ends - 1)
         state.last.index_copy_(0, self.drawn, self.roots)
         self.drawing.begin()
-        logits = self.parts.model.raw_logits(hidden.index_select(0, self.last))
+        logits = self.parts.model.raw_logits(hidden)
         self.acceptance.accept(self.tree, logits, self.offsets[:-1])
         self.acceptance.finish()
         self._following.index_copy_(0, self.behind, self.acceptance.walked.tokens[:, 0])
@@ -156,9 +165,7 @@ class PrefillRound:
         if features is not None:
             forward = replace(forward, tokens=self._following[: self.size])
             fused = model.fuse(features)
-        hidden = model.forward(forward, fused, draft.kv)
-        ends = (self.starts[1:] - 1).clamp(min=0)
-        draft.hidden.index_copy_(0, self.requests, hidden.index_select(0, ends))
+        draft.hidden.index_copy_(0, self.requests, model.forward(forward, fused, draft.kv))
         if features is not None:
             return
         # A request whose prompt is not through writes its root in the filler's slots.

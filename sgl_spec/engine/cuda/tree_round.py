@@ -25,6 +25,8 @@ from sgl_spec_kernels.round_state import extend_buffers, extend_rows, gather_fea
 from sgl_spec_kernels.sample import Walked
 from sgl_spec_kernels.tree_build import build_tree, device_tree, grow_state, grow_tree
 
+_PRODUCT_ROWS = 64  # up to here a product takes as long as for one row: the weights are read once
+
 
 def draft_prefix(draft: DraftParts, requests: Requests) -> Tensor:
     """[B] positions that hold the draft's KV when a round begins: those of the target's, and with a
@@ -148,9 +150,12 @@ class Extension:
             q_starts=self.starts,
             mask_words=rows.words,
             max_q_len=self.most,
+            wanted=rows.last if len(rows.tokens) > _PRODUCT_ROWS else None,
         )
         hidden = model.forward(batch, fused, self.draft.kv)
-        self.draft.hidden.index_copy_(0, mine.rows, gather_features(hidden, rows.last))
+        if batch.wanted is None:
+            hidden = gather_features(hidden, rows.last)
+        self.draft.hidden.index_copy_(0, mine.rows, hidden)
 
 
 class TreeRound:
