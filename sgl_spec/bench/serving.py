@@ -14,7 +14,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from itertools import cycle, islice
 from pathlib import Path
@@ -43,11 +43,12 @@ _VLLM_ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """How every request is answered."""
+    """How every request is answered. more: laid over every body; objects within are merged."""
 
     max_tokens: int
     temperature: float
     ignore_eos: bool
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 class Backend:
@@ -71,19 +72,20 @@ class Backend:
 
     def call(self, line: dict[str, Any]) -> Call:
         """The request for a line of a prompt file."""
+        path, body = self._asked(line)
+        return Call(path, _laid_over(body, self.workload.more))
+
+    def _asked(self, line: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if "messages" in line:
-            body = {**self._openai, "messages": line["messages"]}
-            return Call("/v1/chat/completions", body)
+            return "/v1/chat/completions", {**self._openai, "messages": line["messages"]}
         if self.kind == "openai":
-            return Call("/v1/completions", {**self._openai, "prompt": line["prompt"]})
+            return "/v1/completions", {**self._openai, "prompt": line["prompt"]}
         params = {
             "max_new_tokens": self.workload.max_tokens,
             "temperature": self.workload.temperature,
             "ignore_eos": self.workload.ignore_eos,
         }
-        return Call(
-            "/generate", {"text": line["prompt"], "sampling_params": params, "stream": True}
-        )
+        return "/generate", {"text": line["prompt"], "sampling_params": params, "stream": True}
 
     async def flush(self, path: str | None) -> bool:
         """Drop the server's caches; whether there was a way to. Raises when it fails."""
@@ -110,6 +112,26 @@ class Backend:
         reply = await ask(self.target, "GET", "/metrics")
         sums = [_sum_of(name, reply.content.decode()) for name in (_VLLM_ROUNDS, _VLLM_ACCEPTED)]
         return None if None in sums else (float(sums[0] or 0), float(sums[1] or 0))
+
+
+def _laid_over(body: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """The body with the keys of `more`; objects in both are merged."""
+    found = dict(body)
+    for key, value in more.items():
+        merges = isinstance(value, dict) and isinstance(found.get(key), dict)
+        found[key] = _laid_over(found[key], value) if merges else value
+    return found
+
+
+def read_more(text: str) -> dict[str, Any]:
+    """--extra-request-body; `ConfigError` if it is no JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--extra-request-body must be JSON, got {text!r}: {error}.") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"--extra-request-body must be a JSON object, got {text!r}.")
+    return found
 
 
 async def _json(target: Target, path: str) -> dict[str, Any]:
@@ -181,7 +203,12 @@ async def run(options: argparse.Namespace, take: Take) -> list[Measured]:
     target = Target(options.url, options.api_key, options.timeout)
     prompts, warm = read_prompts(options.prompts), read_prompts(options.warmup)
     levels = read_levels(options.levels, len(prompts))
-    workload = Workload(options.max_tokens, options.temperature, options.ignore_eos)
+    workload = Workload(
+        options.max_tokens,
+        options.temperature,
+        options.ignore_eos,
+        read_more(options.extra_request_body),
+    )
     model = options.model
     if model is None:
         model = (await _json(target, "/v1/models"))["data"][0]["id"]
@@ -304,6 +331,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--extra-request-body",
+        default="{}",
+        metavar="JSON",
+        help="laid over every request's body, such as "
+        '\'{"sampling_params": {"frequency_penalty": 0.5}}\'',
+    )
     parser.add_argument("--model", help="for OpenAI's interface; default: the first of /v1/models")
     parser.add_argument("--flush-path", help="POSTed before a level (openai: default none)")
     parser.add_argument("--api-key")

@@ -7,7 +7,9 @@
     inner = silu(gate) * up of the gate-up product      two, or one where that is faster
     what the layer adds = down product of inner         one
 
-The residual stream [T, hidden_size] is one tensor that every layer changes in place. Nothing here
+The residual stream [T, hidden_size] is one tensor that every layer changes in place; where few rows
+are wanted (`ForwardBatch.wanted`) the last layer goes on with these, behind its keys and values.
+Nothing here
 reads the device or waits for it, so a forward can be captured in a CUDA graph, once `reserve` has
 made what it needs.
 """

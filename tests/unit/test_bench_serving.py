@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sgl_spec.bench.load import Reply, Target
-from sgl_spec.bench.serving import Backend, Workload, read_levels, read_prompts
+from sgl_spec.bench.serving import Backend, Workload, read_levels, read_more, read_prompts
 from sgl_spec.bench.streams import level_of, read_answer, spread
 from sgl_spec.errors import ConfigError
 
@@ -141,6 +141,35 @@ def test_bodies() -> None:
     assert sent.startswith("POST /base/generate HTTP/1.1\r\nHost: host:1\r\n")
     assert "Authorization: Bearer key\r\n" in sent
     assert sent.endswith("Content-Length: 2\r\n\r\n{}")
+
+
+def test_more_is_laid_over_every_body() -> None:
+    more = read_more('{"rid": "r", "sampling_params": {"regex": "[a-z]+", "ignore_eos": false}}')
+    target = Target("http://host:1", None)
+    own = Backend("sgl-spec", target, Workload(9, 0.5, True, more), "m")
+    body = own.call({"prompt": "x"}).body
+    assert body == {
+        "text": "x",
+        "rid": "r",
+        "stream": True,
+        "sampling_params": {
+            "max_new_tokens": 9,
+            "temperature": 0.5,
+            "ignore_eos": False,
+            "regex": "[a-z]+",
+        },
+    }
+    openai = Backend("openai", target, Workload(9, 0.5, True, {"seed": 3, "stop": ["."]}), "m")
+    body = openai.call({"messages": []}).body
+    assert (body["seed"], body["stop"], body["messages"]) == (3, ["."], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("{", "must be JSON, got '{'"), ("[1]", "JSON object, got '\\[1\\]'")]
+)
+def test_more_that_is_no_object_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_more(text)
 
 
 def test_prompts_and_levels(tmp_path: Any) -> None:
