@@ -9,9 +9,8 @@
 
 The residual stream [T, hidden_size] is one tensor that every layer changes in place; where few rows
 are wanted (`ForwardBatch.wanted`) the last layer goes on with these, behind its keys and values.
-Nothing here
-reads the device or waits for it, so a forward can be captured in a CUDA graph, once `reserve` has
-made what it needs.
+Nothing here reads the device or waits for it, so a forward can be captured in a CUDA graph, once
+`reserve` has made what it needs.
 """
 
 from __future__ import annotations
