@@ -76,7 +76,8 @@ class Drafter(Protocol):
 
     Life of a request row: `begin` once its prompt is in the KV cache, then `propose` and `observe`
     once a round, then `finish`. A retracted request gets `finish`, and `begin` again when it
-    resumes.
+    resumes. On a GPU nothing is proposed while trees have cost more time than they brought; such
+    rounds are observed all the same, with trees of one node.
     """
 
     def begin(self, row: int, tokens: npt.NDArray[np.int32], known: int) -> None:

@@ -15,6 +15,7 @@ from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
 from sgl_spec.engine.cuda.drafting import HostDrafting
 from sgl_spec.engine.cuda.graphs import Replayed
 from sgl_spec.engine.cuda.running import Planned, RunningRound
+from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
 
@@ -106,13 +107,19 @@ def batch_of(lengths: list[int]) -> DraftBatch:
     return DraftBatch(np.arange(size), np.array(lengths), np.full(size, 8), tokens)
 
 
+def planned(drafting: HostDrafting, batch: DraftBatch, remaining: np.ndarray) -> ArrayTree:
+    tree = drafting.plan(batch, remaining)
+    assert tree is not None, "nobody was asked"
+    return tree
+
+
 def finished(drafting: HostDrafting, batch: DraftBatch, *, taken: list[int], look: bool) -> None:
     """A round without trees that gave a token each."""
     size = len(taken)
-    planned = Planned(cast(Replayed, None), batch)  # it has run
+    ran = Planned(cast(Replayed, None), batch)
     running = RunningRound(
         rows=batch.rows, tenancy=batch.rows, final=batch.rows, size=size, results=None,
-        proposed=[0] * size, planned=planned,
+        proposed=[0] * size, planned=ran,
     )  # fmt: skip
     given = np.tile(np.array([1, 5], np.int32), (size, 1))
     drafting.tell(running, batch.lengths, given)
@@ -131,10 +138,10 @@ def test_trees_that_bring_less_than_waiting_costs_are_left_until_a_look_finds_be
     drafter = Fixed()
     drafting = HostDrafting(drafter, waiting(2.0))  # 6 ms for a round with a tree, 4 without
     batch, remaining = batch_of([10]), np.array([30])
-    assert drafting.plan(batch, remaining).width == 2
+    assert planned(drafting, batch, remaining).width == 2
     assert not drafting.idle
     drafter.score = 0.3
-    assert drafting.plan(batch, remaining).width == 2, "now that the device has waited"
+    assert planned(drafting, batch, remaining).width == 2, "now that the device has waited"
     assert drafting.idle
     finished(drafting, batch, taken=[1], look=True)
     assert drafting.idle
@@ -158,20 +165,21 @@ def test_without_costs_whole_trees_are_verified_and_nothing_runs_ahead() -> None
     drafter = Fixed()
     drafter.score = 0.01
     drafting = HostDrafting(drafter, None)
-    assert drafting.plan(batch_of([10, 12]), np.array([30, 30])).drafts == 2
+    batch = batch_of([10, 12])
+    assert planned(drafting, batch, np.array([30, 30])).drafts == 2
     assert not drafting.idle
-    assert drafting.plan(batch_of([10, 12]), np.array([30, 1])).num_nodes.tolist() == [2, 1]
+    assert planned(drafting, batch, np.array([30, 1])).num_nodes.tolist() == [2, 1]
 
 
 def test_requests_that_are_not_drafted_for_run_ahead_until_another_comes() -> None:
     drafting, batch = HostDrafting(Fixed(), None), batch_of([10])
     alone = replace(batch, max_nodes=np.array([1]))
-    assert drafting.plan(alone, np.array([30])).drafts == 0
+    assert drafting.plan(alone, np.array([30])) is None
     assert drafting.idle
     finished(drafting, alone, taken=[1], look=True)
     assert drafting.idle
     drafting.begin()
-    assert drafting.plan(batch, np.array([30])).drafts == 1
+    assert planned(drafting, batch, np.array([30])).drafts == 1
 
 
 def test_who_ended_in_the_round_before_is_not_told_of() -> None:

@@ -83,7 +83,7 @@ class DeviceCosts:
 
     def table(self, requests: int) -> CostTable:
         """Cost by total rows of a round of `requests` trees."""
-        size = _at_least(self._trees, requests)
+        size = self.size_of(requests)
         if requests not in self._tables:
             self._tables[requests] = self._table(requests, size)
         fixed = _of(self._more, size) + _of(self._waits, size)
@@ -96,9 +96,14 @@ class DeviceCosts:
         times = accumulate((plain, *(known[rows] for rows in sorted(known))), max)
         return CostTable(counts, tuple(times), steps=True)
 
+    def size_of(self, requests: int) -> int:
+        """The batch size of rounds with trees of so many requests."""
+        return _at_least(self._trees, requests)
+
     def plain_ahead(self, requests: int) -> float:
-        """What a round without trees takes that does not wait for the host."""
-        size = _at_least(self._trees, requests)
+        """What a round without trees takes that does not wait for the host, as far as rounds of any
+        kind tell."""
+        size = self.size_of(requests)
         return self.table(requests).cost(requests) - _of(self._waits, size)
 
     def add(self, requests: int, rows: int, seconds: float) -> None:
@@ -106,7 +111,7 @@ class DeviceCosts:
 
     def ran(self, requests: int, drafts: int, ms: float) -> None:
         """A round of `requests` with so many drafts took so long on the device."""
-        size = _at_least(self._trees, requests)
+        size = self.size_of(requests)
         table = replace(self.table(requests), fixed=0.0)
         _blend(self._more, size, max(0.0, ms - table.cost(requests + drafts)))
 
@@ -116,9 +121,9 @@ class DeviceCosts:
         return next(reversed(self._waits.values()), 0.0)
 
     def waited(self, requests: int, ms: float) -> None:
-        """The device had nothing to do before a round with trees."""
+        """The device had nothing to do before a round for which trees were made."""
         if ms < _MOST_WAITED:
-            _blend(self._waits, _at_least(self._trees, requests), max(0.0, ms))
+            _blend(self._waits, self.size_of(requests), max(0.0, ms))
 
     def __str__(self) -> str:
         plain = " ".join(f"{size}:{ms:.2f}" for size, ms in sorted(self._plain.items()))

@@ -3,7 +3,8 @@
 Making them needs the tokens of the round before, so the device waits meanwhile. Where trees promise
 less than that costs, rounds run ahead without any, and the drafter is asked behind each of them
 whether it has something better (`base.Looks`): that costs nothing, and a tree comes two rounds
-after it was seen.
+after it was seen. Where trees have brought less than that costs, rounds run ahead whatever is
+promised, for a time (`tree_ledger`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from sgl_spec.engine.cuda.host_round import HostRound
 from sgl_spec.engine.cuda.rounds import Parts, RoundKind
 from sgl_spec.engine.cuda.running import Planned, RunningRound
 from sgl_spec.engine.cuda.sources import ShapedRounds
+from sgl_spec.engine.cuda.tree_ledger import TreeLedger
 from sgl_spec.speculative.array_tree import ArrayTree, accepted_of
 from sgl_spec.speculative.base import DraftBatch, Drafter
 from sgl_spec.speculative.prune import choose, useful_nodes
@@ -45,7 +47,8 @@ class _Told:
 class HostDrafting:
     """See the module. costs: None verifies whatever is drafted.
 
-    looks: whether the drafter can look. idle: whether rounds run ahead without trees.
+    looks: whether the drafter can look. idle: whether nothing is worth asking for, until a look or
+    a request says otherwise. ledger: what trees have brought; empty without costs.
     """
 
     def __init__(self, drafter: Drafter, costs: DeviceCosts | None) -> None:
@@ -55,27 +58,44 @@ class HostDrafting:
         self.looks = look is not None
         self._look = None if costs is None else look
         self.idle = False
+        self.ledger = TreeLedger()
         self._told: _Told | None = None
 
     def stats(self) -> dict[str, float]:
-        """device_wait_ms: how long the device lately waited for the trees of a round."""
-        return {} if self.costs is None else {"device_wait_ms": self.costs.wait}
+        """device_wait_ms: how long the device lately waited for the trees of a round. See also
+        `TreeLedger.stats`."""
+        if self.costs is None:
+            return {}
+        return {"device_wait_ms": self.costs.wait} | self.ledger.stats()
+
+    def waits(self) -> bool:
+        """Whether the next round is to be one that the drafter is asked for."""
+        return not (self.idle or self.ledger.resting)
 
     def begin(self) -> None:
         """A request came that may be drafted for."""
         self.idle = False
 
-    def plan(self, draft: DraftBatch, remaining: IntArray) -> ArrayTree:
-        """The trees to verify now. remaining: [B] tokens the requests may still generate."""
+    def plan(self, draft: DraftBatch, remaining: IntArray) -> ArrayTree | None:
+        """The trees to verify now; None if the drafter was not asked. remaining: [B] tokens the
+        requests may still generate."""
         if not (draft.max_nodes > 1).any():
             self.idle = True  # until another request comes
-            return ArrayTree.roots(draft.roots())
+            return None
+        self.expect(len(draft.rows))
+        if self.ledger.resting:
+            return None
         tree = ArrayTree.of(self.drafter.propose(draft))
         if tree.width > remaining.min() or (tree.num_nodes > draft.max_nodes).any():
             tree = tree.keep(useful_nodes(tree, remaining, draft.max_nodes))
         if self.costs is not None and tree.scores is not None:
             tree = self._worthwhile(tree, self.costs)
         return tree
+
+    def expect(self, requests: int) -> None:
+        """A round of so many requests comes."""
+        if self.costs is not None:
+            self.ledger.open(self.costs.size_of(requests), self.costs.plain_ahead(requests))
 
     def _worthwhile(self, tree: ArrayTree, costs: DeviceCosts) -> ArrayTree:
         choice = choose(tree, costs.table(tree.batch), _WAITED_GAIN)
@@ -86,7 +106,7 @@ class HostDrafting:
         """Compare trees with rounds that run ahead. rate: expected tokens per millisecond, the wait
         included."""
         if self._look is not None:
-            self.idle = rate < batch / costs.plain_ahead(batch)
+            self.idle = rate < batch / self.ledger.plain_ms(costs.size_of(batch))
 
     def tell(self, launched: RunningRound, lengths: IntArray, given: IntArray) -> None:
         """What a round gave its requests; see `_Told`."""
@@ -108,9 +128,14 @@ class HostDrafting:
         if told is None or told.taken is None:
             return
         self._told = None
-        self._note_times(told.round)
-        draft = self._inform(told, np.array(told.taken))
-        if look and self.idle and draft is not None and self._look is not None:
+        taken = np.array(told.taken)
+        self._note_times(told.round, taken)
+        draft = self._inform(told, taken)
+        if self._look is None:
+            return
+        if self.ledger.resting:
+            self.idle = True  # what it is to be asked for then, a look says
+        elif look and self.idle and draft is not None:
             self._look_at(draft, self._look)
 
     def _inform(self, told: _Told, taken: IntArray) -> DraftBatch | None:
@@ -129,16 +154,24 @@ class HostDrafting:
         self.drafter.observe(draft, tree.tensors(), accepted_of(tree, emitted, counts, taken))
         return replace(draft, lengths=draft.lengths + taken)
 
-    def _note_times(self, launched: RunningRound) -> None:
+    def _note_times(self, launched: RunningRound, taken: IntArray) -> None:
         if self.costs is None or launched.watch is None:
             return
-        tree, size = launched.planned.tree, launched.size
-        self.costs.ran(size, 0 if tree is None else tree.drafts, launched.watch.ms())
+        planned, size, ms = launched.planned, launched.size, launched.watch.ms()
+        self.costs.ran(size, 0 if planned.tree is None else planned.tree.drafts, ms)
+        gap = 0.0  # behind a prompt the host's work is hidden
         if launched.before is not None:
-            self.costs.waited(size, launched.before.ms_until(launched.watch))
+            gap = max(0.0, launched.before.ms_until(launched.watch))
+            if planned.drafted:
+                self.costs.waited(size, gap)
+        live = max(1, int((taken > 0).sum()))  # who ended before took nothing
+        self.ledger.note(
+            self.costs.size_of(size), int(taken.sum()) / live, gap + ms, asked=planned.drafted
+        )
 
     def _look_at(self, draft: DraftBatch, look: Callable[[DraftBatch], TokenTree]) -> None:
         assert self.costs is not None
+        self.expect(len(draft.rows))
         found = ArrayTree.of(look(draft))
         choice = choose(found, self.costs.table(found.batch))
         self._weigh(found.batch, choice.rate, self.costs)
@@ -173,18 +206,20 @@ class HostTreeRounds(ShapedRounds):
 
     def waits(self) -> bool:
         """See `RoundSource`: trees follow tokens that the host knows."""
-        return not self.drafting.idle
+        return self.drafting.waits()
 
     def plan(self, batch: DecodeBatch, kind: RoundKind, *, behind: bool) -> Planned:
         """See `RoundSource`."""
-        size, draft, weighed = len(batch.rows), self._seen(batch), self.costs is not None
+        size, draft, timed = len(batch.rows), self._seen(batch), self.costs is not None
+        if behind:
+            self.drafting.expect(size)
         tree = None if behind else self.drafting.plan(draft, batch.remaining)
-        drafts = 0 if tree is None else tree.drafts
-        if not drafts:
-            return Planned(self.plain(size, kind), draft, timed=weighed)
-        return Planned(
-            self.round_of(*self.shapes.fit(size, drafts), kind), draft, tree, timed=weighed
-        )
+        asked, drafts = tree is not None, 0 if tree is None else tree.drafts
+        if drafts:
+            replayed = self.round_of(*self.shapes.fit(size, drafts), kind)
+        else:
+            tree, replayed = None, self.plain(size, kind)
+        return Planned(replayed, draft, tree, drafted=asked, timed=timed)
 
     def _seen(self, batch: DecodeBatch) -> DraftBatch:
         """What the drafter may look at, as far as the host knows."""

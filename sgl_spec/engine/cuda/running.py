@@ -20,7 +20,7 @@ from sgl_spec.speculative.base import DraftBatch
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A round to be launched, by the source of its drafts. draft: what a drafter on the host is to
-    be told of, with the tree that it made, if it did. drafted: whether a draft model drafts. timed:
+    be told of, with the tree that it made, if it did. drafted: whether a drafter was asked. timed:
     whether the source wants to know how long it takes. facts: [size, 3] of n-grams, which the round
     leaves for the host, see `ngram.Chains`."""
 
@@ -48,7 +48,7 @@ class Running(Launched):
 @dataclass(frozen=True, slots=True)
 class RunningRound(Running):
     """A round. forced: whether accept lengths were given. watch: the time of it, if it is wanted;
-    before: that of the round before, if the host has read that one. facts: see `Planned`."""
+    before: that of the round launched before, if nothing else was since. facts: see `Planned`."""
 
     planned: Planned
     forced: bool = False

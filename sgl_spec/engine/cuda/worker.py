@@ -293,7 +293,7 @@ class DeviceWorker(Worker):
             planned=planned,
             forced=program.lengths is not None,
             watch=watch,
-            before=None if behind else before,
+            before=before,
             facts=None if planned.facts is None else Fetched(planned.facts),
         )
 
