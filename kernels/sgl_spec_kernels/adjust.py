@@ -132,7 +132,31 @@ def _only(row, ids, count, vocab, LANES: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _adjust(  # noqa: C901 - one branch for each kind of adjustment
+def _at_extremes(
+    row,
+    request,
+    banned,
+    has_banned,
+    forced,
+    has_forced,
+    vocab,
+    BANNED: tl.constexpr,
+    FORCED: tl.constexpr,
+    BANNED_LANES: tl.constexpr,
+    FORCED_LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The biases of a request that are absolute."""
+    if BANNED > 0:  # noqa: SIM102 - a constant alone keeps what is absent from being compiled
+        if tl.load(has_banned + request) != 0:
+            _hold_back(row, banned + request * BANNED, BANNED, vocab, BANNED_LANES, BLOCK)
+    if FORCED > 0:  # noqa: SIM102
+        if tl.load(has_forced + request) != 0:
+            _only(row, forced + request * FORCED, FORCED, vocab, FORCED_LANES, BLOCK)
+
+
+@triton.jit
+def _adjust(
     logits,
     row_offsets,
     committed_lens,
@@ -191,18 +215,10 @@ def _adjust(  # noqa: C901 - one branch for each kind of adjustment
         counted = tl.load(penalty_row + request).to(tl.int64)
         if counted >= 0:
             _penalise(
-                row,
-                text + counted * vocab,
-                output + counted * vocab,
-                tokens + request * WIDTH,
-                tl.load(words + slot),
-                tl.load(repetition + request),
-                tl.load(frequency + request),
-                tl.load(presence + request),
-                vocab,
-                LANES,
-                BLOCK,
-            )
+                row, text + counted * vocab, output + counted * vocab, tokens + request * WIDTH,
+                tl.load(words + slot), tl.load(repetition + request),
+                tl.load(frequency + request), tl.load(presence + request), vocab, LANES, BLOCK,
+            )  # fmt: skip
     if BIASES > 0:
         at = request * BIASES
         _add(row, bias_ids + at, bias_values + at, BIASES, BIAS_LANES)
@@ -213,12 +229,10 @@ def _adjust(  # noqa: C901 - one branch for each kind of adjustment
         position = tl.load(committed_lens + request) + tl.load(depths + slot) + 1
         if position < tl.load(end_from + request):
             _hold_back(row, end_ids + request * ENDERS, ENDERS, vocab, END_LANES, BLOCK)
-    if BANNED > 0:  # noqa: SIM102
-        if tl.load(has_banned + request) != 0:
-            _hold_back(row, banned + request * BANNED, BANNED, vocab, BANNED_LANES, BLOCK)
-    if FORCED > 0:  # noqa: SIM102
-        if tl.load(has_forced + request) != 0:
-            _only(row, forced + request * FORCED, FORCED, vocab, FORCED_LANES, BLOCK)
+    _at_extremes(
+        row, request, banned, has_banned, forced, has_forced, vocab,
+        BANNED, FORCED, BANNED_LANES, FORCED_LANES, BLOCK,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
