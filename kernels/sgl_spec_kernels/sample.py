@@ -89,6 +89,38 @@ def _merged(scores, ids, count, vocab, MERGED: tl.constexpr):
     return tl.min(tl.where(score == tl.max(score, 0), token, vocab), 0)
 
 
+@triton.jit
+def _part_drawn(
+    row,
+    heads,
+    cuts,
+    temperature,
+    committed_lens,
+    seed,
+    slot,
+    request,
+    depth,
+    held,
+    chunk,
+    vocab,
+    BLOCK: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    HAS_CUTS: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    """(highest score, its token) of a program's part of a row."""
+    x, token, inside = _share(row, heads, slot, held, chunk, vocab, BLOCK, ROOM)
+    score = x.to(tl.float64)
+    if SAMPLED:
+        t, cut = tl.load(temperature + request), tl.full([], _EVERYTHING, tl.int64)
+        if HAS_CUTS:
+            cut = tl.load(cuts + slot)
+        position = tl.load(committed_lens + request) + depth + 1
+        score = _scored(x, token, t, position, tl.load(seed + request), cut)
+    best = tl.max(score, 0)
+    return best, tl.min(tl.where(inside & (score == best), token, vocab), 0)
+
+
 @triton.jit(do_not_specialize=["level"])
 def _draw(
     logits,
@@ -148,16 +180,10 @@ def _draw(
     best, winner = tl.full([], float("-inf"), tl.float64), chunk * 0 + vocab
     if (held < 0) | (chunk * BLOCK < held):
         part = logits + at * row_stride
-        x, token, inside = _share(part, heads, slot, held, chunk, vocab, BLOCK, ROOM)
-        score = x.to(tl.float64)
-        if SAMPLED:
-            t, cut = tl.load(temperature + request), tl.full([], _EVERYTHING, tl.int64)
-            if HAS_CUTS:
-                cut = tl.load(cuts + slot)
-            position = tl.load(committed_lens + request) + depth + 1
-            score = _scored(x, token, t, position, tl.load(seed + request), cut)
-        best = tl.max(score, 0)
-        winner = tl.min(tl.where(inside & (score == best), token, vocab), 0)
+        best, winner = _part_drawn(
+            part, heads, cuts, temperature, committed_lens, seed, slot, request, depth, held,
+            chunk, vocab, BLOCK, SAMPLED, HAS_CUTS, ROOM,
+        )  # fmt: skip
     if CHUNKS > 1:
         tl.store(part_scores + row * CHUNKS + chunk, best)
         tl.store(part_ids + row * CHUNKS + chunk, winner)
