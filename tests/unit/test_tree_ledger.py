@@ -232,7 +232,7 @@ def test_text_that_becomes_repetitive_is_found_and_one_that_ceases_to_be_is_left
     simulation = simulated(server, looks=looks)
     assert simulation.run(BENCH_MS) > 0.98
     server.text = good
-    simulation.run(1.1 * LIMIT * PLAIN_MS / SHARE)  # the longest rest there is
+    simulation.run(400 * PLAIN_MS)  # a rest, which may just have begun
     gained = simulation.run(BENCH_MS)
     assert gained > 0.98 * simulated(Server(good), looks=looks).run(BENCH_MS) > 1.8
     server.text = bad
@@ -296,7 +296,7 @@ def test_debts_are_paid_and_credit_is_bounded() -> None:
         lost += 1
     assert lost == 5 * (CREDIT + LIMIT) + 1
     rest = 0
-    while account.resting:
+    while account.resting and rest < 1000:
         account.note_plain(5.0)
         rest += 1
     assert rest == pytest.approx((LIMIT * 5 + 1) / 5 / SHARE, rel=0.02)
