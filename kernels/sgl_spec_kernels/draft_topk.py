@@ -75,6 +75,34 @@ def _log_sum(stats, there):
     return tl.log(tl.sum(s * tl.exp(m - level), 0)) + level
 
 
+@triton.jit
+def _leave_best(part_keys, at, places, column, TOPK: tl.constexpr):
+    """Write the best keys of chunk `at`. places: int32 that rise as z falls."""
+    for rank in range(TOPK):
+        # The logit, then the column: a warp has single instructions for reductions of 32 bits.
+        best = tl.min(places, 0)
+        first = tl.min(tl.where(places == best, column, _NOWHERE), 0)
+        key = (best.to(tl.int64) << 32) | first.to(tl.int64)
+        tl.store(part_keys + at * TOPK + rank, tl.where(best == _NOWHERE, _NONE, key))
+        places = tl.where(column == first, _NOWHERE, places)
+
+
+@triton.jit
+def _write_best(keys, log_sum, ids, values, tokens, row, TOPK: tl.constexpr, HAS_IDS: tl.constexpr):
+    """The best of a row's keys, by falling value."""
+    for rank in range(TOPK):
+        best = tl.min(keys, 0)
+        keys = tl.where(keys == best, _NONE, keys)
+        value = tl.minimum(key_value(best) - log_sum, 0.0)
+        # NaN and +inf: the row means nothing. (A comparison with NaN is false.)
+        value = tl.where(key_value(best) - log_sum > float("-inf"), value, float("-inf"))
+        token = tl.where(best == _NONE, 0, key_index(best))
+        if HAS_IDS:
+            token = tl.load(ids + token)
+        tl.store(values + row * TOPK + rank, value)
+        tl.store(tokens + row * TOPK + rank, token)
+
+
 @triton.jit(do_not_specialize=["depth", "rows_per_request"])
 def _draft_topk(
     logits,
@@ -128,13 +156,7 @@ def _draft_topk(
     at = row * CHUNKS + chunk
     tl.store(part_stats + at * 2, highest)
     tl.store(part_stats + at * 2 + 1, total)
-    for rank in range(TOPK):
-        # The logit, then the column: a warp has single instructions for reductions of 32 bits.
-        best = tl.min(places, 0)
-        first = tl.min(tl.where(places == best, column, _NOWHERE), 0)
-        key = (best.to(tl.int64) << 32) | first.to(tl.int64)
-        tl.store(part_keys + at * TOPK + rank, tl.where(best == _NOWHERE, _NONE, key))
-        places = tl.where(column == first, _NOWHERE, places)
+    _leave_best(part_keys, at, places, column, TOPK)
     tl.debug_barrier()  # every thread's part is written before one thread says so
     if tl.atomic_add(arrived + row, 1) < CHUNKS - 1:
         return
@@ -146,17 +168,7 @@ def _draft_topk(
     keys = tl.load(
         part_keys + row * CHUNKS * TOPK + one, mask=there, other=_NONE, cache_modifier=".cg"
     )
-    for rank in range(TOPK):
-        best = tl.min(keys, 0)
-        keys = tl.where(keys == best, _NONE, keys)
-        value = tl.minimum(key_value(best) - log_sum, 0.0)
-        # NaN and +inf: the row means nothing. (A comparison with NaN is false.)
-        value = tl.where(key_value(best) - log_sum > float("-inf"), value, float("-inf"))
-        token = tl.where(best == _NONE, 0, key_index(best))
-        if HAS_IDS:
-            token = tl.load(ids + token)
-        tl.store(values + row * TOPK + rank, value)
-        tl.store(tokens + row * TOPK + rank, token)
+    _write_best(keys, log_sum, ids, values, tokens, row, TOPK, HAS_IDS)
 
 
 @dataclass(frozen=True, slots=True)
