@@ -153,6 +153,55 @@ def _next_child(parents, request, node, after, count, WIDTH: tl.constexpr, LANES
 
 
 @triton.jit
+def _judged(
+    p,
+    q,
+    p_sum,
+    parents,
+    tokens,
+    request,
+    node,
+    child,
+    accepted,
+    emitted,
+    count,
+    t,
+    seed,
+    position,
+    depth,
+    vocab,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    ACCEPTANCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(the first child that passes; its token), children being judged from `child` on; as given
+    where none does.
+    What then remains of the target's distribution is left in p."""
+    q_sum = tl.full([], 1.0, tl.float32)
+    first, second = stream_keys(seed, position, ACCEPTANCE, depth + 1)
+    while child >= 0:
+        token = tl.load(tokens + request * WIDTH + child)
+        px = (tl.load(p + token) / p_sum).to(tl.float64)
+        qx = (tl.load(q + token) / q_sum).to(tl.float64)
+        coin = uniform(noise_bits(first, second, token))
+        greedy = t == 0
+        passes = (greedy & (px > 0)) | ((t > 0) & (qx > 0) & (coin * qx < px))
+        judged = greedy | (qx > 0)
+        if passes:
+            accepted = child
+            emitted = token
+            child = child * 0 - 1
+        else:
+            if judged:
+                tl.debug_barrier()  # every thread has read px and qx
+                p_sum, q_sum = _after_rejection(p, q, p_sum, q_sum, token, vocab, BLOCK)
+                tl.debug_barrier()
+            child = _next_child(parents, request, node, child, count, WIDTH, LANES)
+    return accepted, emitted
+
+
+@triton.jit
 def _reject(
     logits,
     cuts,
@@ -207,26 +256,10 @@ def _reject(
             draft = tl.load(row_of + request * WIDTH + node)
             _proposal(probs + draft * columns, ids, q, columns, vocab, HAS_IDS, BLOCK)
             tl.debug_barrier()  # p and q are written before single values are read
-            q_sum = tl.full([], 1.0, tl.float32)
-            first, second = stream_keys(seed, position, ACCEPTANCE, depth + 1)
-            while child >= 0:
-                token = tl.load(tokens + request * WIDTH + child)
-                px = (tl.load(p + token) / p_sum).to(tl.float64)
-                qx = (tl.load(q + token) / q_sum).to(tl.float64)
-                coin = uniform(noise_bits(first, second, token))
-                greedy = t == 0
-                passes = (greedy & (px > 0)) | ((t > 0) & (qx > 0) & (coin * qx < px))
-                judged = greedy | (qx > 0)
-                if passes:
-                    accepted = child
-                    emitted = token
-                    child = child * 0 - 1
-                else:
-                    if judged:
-                        tl.debug_barrier()  # every thread has read px and qx
-                        p_sum, q_sum = _after_rejection(p, q, p_sum, q_sum, token, vocab, BLOCK)
-                        tl.debug_barrier()
-                    child = _next_child(parents, request, node, child, count, WIDTH, LANES)
+            accepted, emitted = _judged(
+                p, q, p_sum, parents, tokens, request, node, child, accepted, emitted, count,
+                t, seed, position, depth, vocab, WIDTH, LANES, ACCEPTANCE, BLOCK,
+            )  # fmt: skip
             if accepted < 0:
                 emitted = _weighted_draw(p, seed, position, depth + 1, vocab, RESIDUAL, BLOCK)
             tl.debug_barrier()  # the next node's p and q replace these

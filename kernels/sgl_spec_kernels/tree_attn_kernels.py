@@ -146,50 +146,106 @@ def _merged(
     return acc, total
 
 
-@triton.jit(do_not_specialize=["row_blocks"])  # chunks of prompts have any length
-def tree_attn_kernel(
-    q,
+@triton.jit
+def _span(q_starts, prefix_lens, request):
+    """(first row of a request, the row behind its last, columns before those)."""
+    start = tl.load(q_starts + request).to(tl.int32)
+    stop = tl.load(q_starts + request + 1).to(tl.int32)
+    return start, stop, tl.load(prefix_lens + request).to(tl.int32)
+
+
+@triton.jit
+def _attended(
+    queries,
+    own,
+    union,
     k,
     v,
-    out,
-    req_to_token,
-    table_rows,
-    prefix_lens,
-    q_starts,
-    mask_words,
-    tree_lens,
-    part,
-    part_stats,
-    arrived,
-    fair,
-    scale,
-    table_stride,
-    q_stride,
+    table,
+    prefix,
+    block,
+    lo,
+    hi,
     kv_stride,
-    row_blocks,
-    min_split,
+    scale,
+    CAUSAL: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_TREE: tl.constexpr,
-    MERGES: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
+    """(acc, total, best) of a block's rows over columns lo .. hi."""
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    best = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    if CAUSAL:  # products decide here: no mask where none is needed
+        whole = tl.maximum(tl.minimum(hi, prefix + block * BLOCK_M // GROUP) - lo, 0)
+        middle = lo + whole // BLOCK_N * BLOCK_N
+        acc, total, best = _attend(
+            acc, total, best, queries, own, union, k, v, table, prefix, lo, middle,
+            kv_stride, scale, False, CAUSAL, DIM, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+        lo = middle
+    return _attend(
+        acc, total, best, queries, own, union, k, v, table, prefix, lo, hi,
+        kv_stride, scale, True, CAUSAL, DIM, BLOCK_D, BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def _handed_in(
+    acc,
+    total,
+    best,
+    part,
+    part_stats,
+    arrived,
+    first,
+    between,
+    split,
+    splits,
+    done,
+    live,
+    MERGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write a split's part; (whether this program has the whole block, acc, total), which the last
+    of a block's programs gets where they merge. arrived: the block's."""
+    dims = tl.arange(0, BLOCK_D)
+    mine = split * between + first
+    tl.store(part_stats + mine * 2, best, mask=live)
+    tl.store(part_stats + mine * 2 + 1, total, mask=live)
+    tl.store(part + mine[:, None] * BLOCK_D + dims[None, :], acc, mask=live[:, None])
+    if MERGES:  # whoever comes last
+        tl.debug_barrier()
+        done = tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1
+        if done:
+            tl.store(arrived, 0)
+            acc, total = _merged(part, part_stats, first, between, splits, live, BLOCK_M, BLOCK_D)
+    return done, acc, total
+
+
+@triton.jit(do_not_specialize=["row_blocks"])  # chunks of prompts have any length
+def tree_attn_kernel(
+    q, k, v, out,
+    req_to_token, table_rows, prefix_lens, q_starts, mask_words, tree_lens,
+    part, part_stats, arrived, fair,
+    scale, table_stride, q_stride, kv_stride, row_blocks, min_split,
+    GROUP: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_TREE: tl.constexpr, MERGES: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
     chain(CHAINED)
     kv_heads = tl.num_programs(0) // row_blocks
     kv_head = tl.program_id(0) % kv_heads
     block = tl.program_id(0) // kv_heads
     if CAUSAL:
         block = row_blocks - 1 - block  # the longest first
-    split = tl.program_id(1)
-    request = tl.program_id(2)
+    split, request = tl.program_id(1), tl.program_id(2)
     # All on their way before the first is waited for.
-    start = tl.load(q_starts + request).to(tl.int32)
-    stop = tl.load(q_starts + request + 1).to(tl.int32)
-    prefix = tl.load(prefix_lens + request).to(tl.int32)
+    start, stop, prefix = _span(q_starts, prefix_lens, request)
     table_row = tl.load(table_rows + request).to(tl.int64)
     tree = 0
     if HAS_TREE:
@@ -206,8 +262,7 @@ def tree_attn_kernel(
     if split >= used_splits:
         return
 
-    rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
+    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     folded = block * BLOCK_M + rows  # token * GROUP + head of the group
     live = folded < q_len * GROUP
     token = folded // GROUP
@@ -227,20 +282,9 @@ def tree_attn_kernel(
     v += kv_head * DIM
     lo = split * share
     hi = tl.minimum(lo + share, length)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    best = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    if CAUSAL:  # products decide here: no mask where none is needed
-        whole = tl.maximum(tl.minimum(hi, prefix + block * BLOCK_M // GROUP) - lo, 0)
-        middle = lo + whole // BLOCK_N * BLOCK_N
-        acc, total, best = _attend(
-            acc, total, best, queries, own, union, k, v, table, prefix, lo, middle,
-            kv_stride, scale, False, CAUSAL, DIM, BLOCK_D, BLOCK_N,
-        )  # fmt: skip
-        lo = middle
-    acc, total, best = _attend(
-        acc, total, best, queries, own, union, k, v, table, prefix, lo, hi,
-        kv_stride, scale, True, CAUSAL, DIM, BLOCK_D, BLOCK_N,
+    acc, total, best = _attended(
+        queries, own, union, k, v, table, prefix, block, lo, hi, kv_stride, scale,
+        CAUSAL, GROUP, DIM, BLOCK_D, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
     done = used_splits == 1
@@ -248,18 +292,10 @@ def tree_attn_kernel(
         group = (request * row_blocks + block) * kv_heads + kv_head
         between = tl.num_programs(2) * row_blocks * kv_heads * BLOCK_M
         first = group * BLOCK_M + rows
-        mine = split * between + first
-        tl.store(part_stats + mine * 2, best, mask=live)
-        tl.store(part_stats + mine * 2 + 1, total, mask=live)
-        tl.store(part + mine[:, None] * BLOCK_D + dims[None, :], acc, mask=live[:, None])
-        if MERGES:  # whoever comes last
-            tl.debug_barrier()
-            done = tl.atomic_add(arrived + group, 1, sem="acq_rel") == used_splits - 1
-            if done:
-                tl.store(arrived + group, 0)
-                acc, total = _merged(
-                    part, part_stats, first, between, used_splits, live, BLOCK_M, BLOCK_D
-                )
+        done, acc, total = _handed_in(
+            acc, total, best, part, part_stats, arrived + group, first, between, split,
+            used_splits, done, live, MERGES, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
     if not done:
         return
     # A row whose word is empty and that has no prefix sees nothing: 0, not NaN.
@@ -295,9 +331,7 @@ def merge_kernel(
     kv_head = tl.program_id(0) % kv_heads
     folded = tl.program_id(0) // kv_heads
     request = tl.program_id(1)
-    start = tl.load(q_starts + request).to(tl.int32)
-    stop = tl.load(q_starts + request + 1).to(tl.int32)
-    prefix = tl.load(prefix_lens + request).to(tl.int32)
+    start, stop, prefix = _span(q_starts, prefix_lens, request)
     tree = 0
     if HAS_TREE:
         tree = tl.load(tree_lens + request).to(tl.int32)
