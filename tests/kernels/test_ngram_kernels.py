@@ -9,8 +9,10 @@ import torch
 from kernel_runs import INTERPRETED
 from torch import Tensor
 
-from sgl_spec_kernels import ngram
-from sgl_spec_kernels.ngram import CUTOFFS, MOST_MATCHED, Chains, TokenIndex, token_index
+from sgl_spec_kernels import ngram_chains, ngram_index, ngram_rows
+from sgl_spec_kernels.ngram_chains import MOST_MATCHED, Chains
+from sgl_spec_kernels.ngram_index import TokenIndex, token_index
+from sgl_spec_kernels.ngram_rows import CUTOFFS
 from sgl_spec_kernels.sample import walked
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,24 +61,24 @@ def random_facts(batch: int, nodes: int) -> Tensor:
 def check_learn(batch: int, nodes: int, longest: int) -> None:
     mine = world(batch, nodes, 3, longest)
     expected = TokenIndex(mine.index.log, mine.index.table.clone(), mine.index.starts)
-    ngram.learn(mine.index, mine.places, mine.known)
-    ngram.learn_ref(expected, mine.places, mine.known)
+    ngram_index.learn(mine.index, mine.places, mine.known)
+    ngram_index.learn_ref(expected, mine.places, mine.known)
     found, wanted = mine.index.table, expected.table
     assert torch.equal(found > 0, wanted > 0), "the same n-grams are known"
     assert (wanted > 0).any() or longest == 1
     known = dict(zip(mine.places.tolist(), mine.known.tolist(), strict=True))
     for entry in found.nonzero()[:, 0].tolist():  # of equal n-grams any may be named
         place = int(found[entry])
-        assert entry in ngram._entries(mine.index, place, known[place])
+        assert entry in ngram_index.entries_of(mine.index, place, known[place])
 
 
 def check_propose(batch: int, nodes: int, vocab: int, longest: int) -> None:
     mine = world(batch, nodes, vocab, longest)
-    ngram.learn_ref(mine.index, mine.places, mine.known)
-    outs = [ngram.chains(batch, nodes, DEVICE) for _ in range(2)]
+    ngram_index.learn_ref(mine.index, mine.places, mine.known)
+    outs = [ngram_chains.chains(batch, nodes, DEVICE) for _ in range(2)]
     inputs = (mine.rows, mine.committed, mine.roots, mine.max_nodes)
-    ngram.propose(mine.index, *inputs, outs[0])
-    ngram.propose_ref(mine.index, *inputs, outs[1])
+    ngram_chains.propose(mine.index, *inputs, outs[0])
+    ngram_chains.propose_ref(mine.index, *inputs, outs[1])
     assert torch.equal(outs[0].facts, outs[1].facts)
     assert torch.equal(outs[0].tokens, outs[1].tokens)
     if nodes > 2 and batch > 2 and vocab < 9:
@@ -90,7 +92,7 @@ def check_keep(batch: int, nodes: int) -> None:
     out.counts.copy_(torch.randint(1, nodes + 1, (batch,)))
     mine.rows[-1] = FILLER
     logs, spots = [], []
-    for keep in (ngram.keep, ngram.keep_ref):
+    for keep in (ngram_index.keep, ngram_index.keep_ref):
         index = TokenIndex(mine.index.log.clone(), mine.index.table, mine.index.starts)
         both = [torch.full((batch * nodes,), -5, device=DEVICE) for _ in range(2)]
         keep(index, mine.rows, mine.committed, out, FILLER, *both)
@@ -116,11 +118,11 @@ def check_rows(batch: int, nodes: int, total: int) -> None:
     depths = (scores >= cutoffs[:, None, None]).sum(-1).int()
     made = []
     for share, fill in (
-        (ngram.share_rows, ngram.chain_rows),
-        (ngram.share_rows_ref, ngram.chain_rows_ref),
+        (ngram_rows.share_rows, ngram_rows.chain_rows),
+        (ngram_rows.share_rows_ref, ngram_rows.chain_rows_ref),
     ):
         out = Chains(tokens, facts.clone())
-        into = ngram.chain_rows_buffers(batch, total, DEVICE)
+        into = ngram_rows.chain_rows_buffers(batch, total, DEVICE)
         share(out, depths, into)
         fill(out, committed, rows, table, into)
         made.append((out.facts, *(getattr(into, name) for name in into.__slots__)))
@@ -171,10 +173,10 @@ def check_round() -> None:
     index.starts[1] = 5
     index.log[5:11] = torch.tensor([7, 8, 9, 7, 8, 9], dtype=torch.int32)
     places, known = torch.arange(5, 11, device=DEVICE), torch.arange(6, device=DEVICE)
-    ngram.learn(index, places, known)
-    out = ngram.chains(1, 8, DEVICE)
+    ngram_index.learn(index, places, known)
+    out = ngram_chains.chains(1, 8, DEVICE)
     one = torch.ones(1, dtype=torch.int64, device=DEVICE)
-    ngram.propose(index, one, 5 * one, 9 * one, 64 * one, out)
+    ngram_chains.propose(index, one, 5 * one, 9 * one, 64 * one, out)
     assert out.facts[0, :2].tolist() == [3, 7]
     assert out.tokens.tolist() == [[9, 7, 8, 9, 7, 8, 9, 7]]
 
@@ -189,12 +191,14 @@ def check_own_end() -> None:
     index.starts[1] = 5
     index.log[5:11] = torch.tensor([7, 8, 9, 7, 8, 9], dtype=torch.int32)
     places, known = torch.arange(5, 11, device=DEVICE), torch.arange(6, device=DEVICE)
-    ngram.learn(index, places, known)
-    for entry in ngram._entries(index, 11, 6)[3:]:  # of a longer text that stood here before
+    ngram_index.learn(index, places, known)
+    for entry in ngram_index.entries_of(index, 11, 6)[
+        3:
+    ]:  # of a longer text that stood here before
         index.table[entry] = 11
     one = torch.ones(1, dtype=torch.int64, device=DEVICE)
-    for propose in (ngram.propose, ngram.propose_ref):
-        out = ngram.chains(1, 4, DEVICE)
+    for propose in (ngram_chains.propose, ngram_chains.propose_ref):
+        out = ngram_chains.chains(1, 4, DEVICE)
         propose(index, one, 5 * one, 9 * one, 64 * one, out)
         assert out.facts[0, :2].tolist() == [3, 3]
         assert out.tokens.tolist() == [[9, 7, 8, 9]]

@@ -19,8 +19,9 @@ from sgl_spec.layers.transfer import on_device
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.chain_scores import ChainScores
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
-from sgl_spec_kernels import ngram
-from sgl_spec_kernels.ngram import CUTOFFS, MOST_MATCHED, ORDERS
+from sgl_spec_kernels.ngram_chains import MOST_MATCHED, chains, propose
+from sgl_spec_kernels.ngram_index import ORDERS, learn, token_index
+from sgl_spec_kernels.ngram_rows import CUTOFFS
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
@@ -73,7 +74,7 @@ class DeviceNgram:
 
     def __init__(self, rows: int, nodes: int, size: IndexSize, device: torch.device) -> None:
         self.nodes, self.device = nodes, device
-        self.index = ngram.token_index(size.tokens, rows + 1, device, size.grams)
+        self.index = token_index(size.tokens, rows + 1, device, size.grams)
         self.scores = ChainScores(nodes, MOST_MATCHED, CUTOFFS)
         self.depths = on_device(self.scores.depths(), device).clone()
         self._starts = np.ones(rows + 1, dtype=np.int64)
@@ -139,7 +140,7 @@ class DeviceNgram:
             tokens = np.concatenate([tokens for *_, tokens in writes])
             at = on_device(places, self.device)
             self.index.log.index_copy_(0, at, on_device(tokens, self.device))
-            ngram.learn(self.index, at, on_device(known, self.device))
+            learn(self.index, at, on_device(known, self.device))
         if self._learned >= _REFRESH:
             self._learned = 0
             send(self.scores.depths(), self.depths)
@@ -160,7 +161,7 @@ class DeviceNgram:
     # --- rounds on the device ---------------------------------------------------------------------
 
     def learn(self, facts: Ints, accepted: Ints) -> None:
-        """What became of a round's chains. facts: [B, 3] as in `ngram.Chains`. accepted: [B]
+        """What became of a round's chains. facts: [B, 3] as in `ngram_chains.Chains`. accepted: [B]
         drafts."""
         matched, available, verified = facts.T
         self._note(matched, verified - 1, accepted)
@@ -180,10 +181,10 @@ class DeviceNgram:
     def propose(self, batch: DraftBatch) -> TokenTree:
         """See `Drafter`."""
         self.sync()
-        out = ngram.chains(len(batch.rows), self.nodes, self.device)
+        out = chains(len(batch.rows), self.nodes, self.device)
         columns = (batch.rows, batch.lengths - 1, batch.roots(), batch.max_nodes)
         rows, committed, roots, most = (on_device(column, self.device) for column in columns)
-        ngram.propose(self.index, rows, committed, roots, most, out)
+        propose(self.index, rows, committed, roots, most, out)
         matched, drafted, _ = out.facts.cpu().numpy().astype(np.int64).T
         self._matched[batch.rows] = matched
         self._totals.matched += int((drafted > 0).sum())
@@ -256,7 +257,7 @@ class RoundSizes:
         return self.scores.gains(matched, available, budgets) / max(1, len(matched))
 
     def note(self, facts: Ints) -> None:
-        """What the chains of a round were like. facts: [B, 3] as in `ngram.Chains`."""
+        """What the chains of a round were like. facts: [B, 3] as in `ngram_chains.Chains`."""
         size = next((size for size in self.shapes.sizes if size >= len(facts)), None)
         if size is None or self.costs is None:
             return

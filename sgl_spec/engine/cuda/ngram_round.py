@@ -1,4 +1,5 @@
-"""Rounds whose drafts are n-grams that the device finds by itself; see `sgl_spec_kernels.ngram`.
+"""Rounds whose drafts are n-grams that the device finds by itself; see
+`sgl_spec_kernels.ngram_index`, `ngram_chains` and `ngram_rows`.
 
 Nothing waits for the host: such rounds run ahead of it as plain decoding does. The host chooses how
 many rows a round verifies; the device shares them among the requests by the scores of their drafts.
@@ -27,14 +28,15 @@ from sgl_spec.engine.cuda.running import Planned, RunningRound
 from sgl_spec.engine.cuda.sources import ShapedRounds
 from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.speculative.array_tree import ArrayTree
-from sgl_spec_kernels import ngram
-from sgl_spec_kernels.ngram import ChainRows, Chains, TokenIndex
+from sgl_spec_kernels.ngram_chains import Chains, chains, propose
+from sgl_spec_kernels.ngram_index import TokenIndex, keep, learn
+from sgl_spec_kernels.ngram_rows import ChainRows, chain_rows, chain_rows_buffers, share_rows
 
 
 class NgramRound:
     """A round of `total` rows in all, and at most `nodes` a request. See `rounds.Round`.
 
-    depths: what `ngram.share_rows` reads. facts: [batch, 3] int32, see `ngram.Chains`.
+    depths: what `ngram_rows.share_rows` reads. facts: [batch, 3] int32, see `ngram_chains.Chains`.
     """
 
     def __init__(
@@ -51,9 +53,9 @@ class NgramRound:
         self.parts, self.index, self.depths = parts, index, depths
         self.requests = Requests(parts, batch, kind)
         self.rows = self.requests.rows
-        self.chains: Chains = ngram.chains(batch, nodes, device)
+        self.chains: Chains = chains(batch, nodes, device)
         self.facts = self.chains.facts
-        self.forward: ChainRows = ngram.chain_rows_buffers(batch, total, device)
+        self.forward: ChainRows = chain_rows_buffers(batch, total, device)
         self.nodes = nodes if total > batch else 1
         tokens = self.chains.tokens if self.nodes > 1 else self.requests.at.last[:, None]
         self.tree = ChainTrees.of(tokens, self.forward.nodes)
@@ -78,9 +80,9 @@ class NgramRound:
 
     def _draft(self) -> None:
         at, rows, table = self.requests.at, self.rows, self.parts.table
-        ngram.propose(self.index, rows, at.committed, at.last, at.max_nodes, self.chains)
-        ngram.share_rows(self.chains, self.depths, self.forward)
-        ngram.chain_rows(self.chains, at.committed, rows, table, self.forward)
+        propose(self.index, rows, at.committed, at.last, at.max_nodes, self.chains)
+        share_rows(self.chains, self.depths, self.forward)
+        chain_rows(self.chains, at.committed, rows, table, self.forward)
 
     def _verify(self) -> Tensor:
         rows, parts = self.forward, self.parts
@@ -103,8 +105,8 @@ class NgramRound:
         places, known = self._places, self._known
         filler, committed = self.parts.rows.filler, self.requests.at.committed
         walked = self.acceptance.walked
-        ngram.keep(self.index, self.rows, committed, walked, filler, places, known)
-        ngram.learn(self.index, places, known)
+        keep(self.index, self.rows, committed, walked, filler, places, known)
+        learn(self.index, places, known)
 
 
 class NgramRounds(ShapedRounds):

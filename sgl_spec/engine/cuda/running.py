@@ -22,7 +22,7 @@ class Planned:
     """A round to be launched, by the source of its drafts. draft: what a drafter on the host is to
     be told of, with the tree that it made, if it did. drafted: whether a drafter was asked. timed:
     whether the source wants to know how long it takes. facts: [size, 3] of n-grams, which the round
-    leaves for the host, see `ngram.Chains`."""
+    leaves for the host, see `ngram_chains.Chains`."""
 
     replayed: Replayed
     draft: DraftBatch | None = None
