@@ -27,7 +27,8 @@ import torch
 from sgl_spec.bench.report import provenance, say, table, write_row
 from sgl_spec.errors import ConfigError
 from sgl_spec.speculative.base import DraftBatch
-from sgl_spec.speculative.ngram import NgramDrafter, NgramOptions
+from sgl_spec.speculative.ngram import NgramDrafter
+from sgl_spec.speculative.ngram_options import NgramOptions
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
 
 Ints = npt.NDArray[np.int64]

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sgl_spec.errors import ConfigError
 from sgl_spec.speculative.base import DraftBatch, Drafter, DrafterContext, register_drafter
 from sgl_spec.speculative.ngram_candidates import Draft
 from sgl_spec.speculative.ngram_memo import ProposalMemo
+from sgl_spec.speculative.ngram_options import NgramOptions
 from sgl_spec.speculative.ngram_queue import InsertQueue, Job, join
 from sgl_spec.speculative.ngram_scores import AcceptanceModel
 from sgl_spec.speculative.ngram_tree import Texts, TreeBuilder
@@ -38,40 +38,6 @@ MAX_REST = 3  # rounds without a proposal after proposals of which nothing was w
 _PROBE_GAP = 32  # rounds without a verified draft until a request is probed; doubles if in vain
 _MAX_PROBE_GAP = 512
 _PROBE_SHARE = 16  # at most one request in so many (and at least one) is probed in a round
-
-
-@dataclass(frozen=True, slots=True)
-class NgramOptions:
-    """num_draft_tokens: nodes of a tree, root included. max_trie_depth: longest n-gram.
-    min_bfs_breadth, max_bfs_breadth: children followed from the longest and the shortest n-gram,
-    linear between. match_type: BFS (children by recency, nodes breadth first) or PROB (children by
-    frequency, nodes by probability). capacity: most trie nodes."""
-
-    num_draft_tokens: int = 12
-    max_trie_depth: int = 18
-    min_bfs_breadth: int = 1
-    max_bfs_breadth: int = 10
-    match_type: str = "BFS"
-    capacity: int = 10_000_000
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.num_draft_tokens <= 64:
-            raise ConfigError(f"NGRAM draft tokens must be 2 to 64, got {self.num_draft_tokens}")
-        if not 1 <= self.min_bfs_breadth <= self.max_bfs_breadth:
-            raise ConfigError(
-                "NGRAM needs 1 <= min BFS breadth <= max BFS breadth, got "
-                f"{self.min_bfs_breadth} and {self.max_bfs_breadth}"
-            )
-        if self.match_type not in ("BFS", "PROB"):
-            raise ConfigError(f"NGRAM match type must be BFS or PROB, got {self.match_type!r}")
-
-    def breadth(self) -> Ints:
-        """[max_trie_depth] most children followed from an n-gram of i tokens."""
-        depth = self.max_trie_depth - 1
-        slope = (self.max_bfs_breadth - self.min_bfs_breadth) / depth
-        left = depth - np.arange(self.max_trie_depth)
-        breadth: Ints = (left * slope + self.min_bfs_breadth).astype(np.int64)
-        return breadth
 
 
 @dataclass(slots=True)

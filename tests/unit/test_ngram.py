@@ -17,7 +17,8 @@ from sgl_spec.bench.__main__ import main as bench_main
 from sgl_spec.errors import ConfigError
 from sgl_spec.speculative import ngram
 from sgl_spec.speculative.base import DraftBatch, DrafterContext, build_drafter
-from sgl_spec.speculative.ngram import NgramDrafter, NgramOptions
+from sgl_spec.speculative.ngram import NgramDrafter
+from sgl_spec.speculative.ngram_options import NgramOptions
 from sgl_spec.speculative.ngram_scores import UNKNOWN_SHARE, AcceptanceModel
 from sgl_spec.speculative.prune import keep_nodes
 from sgl_spec.speculative.tree import AcceptResult, TokenTree, narrow

@@ -17,7 +17,8 @@ from sgl_spec.engine.compiling import Compiling
 from sgl_spec.engine.grammar_jobs import GrammarJobs
 from sgl_spec.engine.worker import Worker
 from sgl_spec.request import LogprobParams, SamplingParams
-from sgl_spec.speculative.ngram import NgramDrafter, NgramOptions
+from sgl_spec.speculative.ngram import NgramDrafter
+from sgl_spec.speculative.ngram_options import NgramOptions
 
 
 @pytest.fixture
