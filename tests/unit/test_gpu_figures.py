@@ -1,0 +1,88 @@
+"""What the README says of the GPU is what the committed results say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LEVELS = (1, 8, 48)
+DRAFTERS = ("NGRAM", "EAGLE3", "STANDALONE")
+# By a row's first words: flags that its runs have, flags they lack, whether it is a second pass.
+ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], bool]] = {
+    "no speculation": ((), ("--speculative-algorithm",), False),
+    "EAGLE3, trees of 8": (("EAGLE3", "--simulate-acc-len 3"), (), False),
+    "EAGLE3, chains of 3": (("EAGLE3", "--simulate-acc-len 2"), (), False),
+    "NGRAM, 8 nodes": (("NGRAM",), ("--speculative-ngram-index",), False),
+    "the same prompts again": (("NGRAM",), ("--speculative-ngram-index",), True),
+    "EAGLE3 as shipped": (("EAGLE3",), ("--simulate-acc-len",), False),
+    "STANDALONE as shipped": (("STANDALONE",), (), False),
+}
+
+
+def results(name: str) -> list[dict[str, Any]]:
+    text = (ROOT / "docs/results" / f"{name}.json").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "docs/results" / f"{name}.json").read_text())
+    return found
+
+
+def measured(name: str) -> list[dict[str, Any]]:
+    """The first run's levels, in order."""
+    has, lacks, again = ROWS[name]
+    found: dict[int, dict[str, Any]] = {}
+    for row in results("serving-h200"):
+        flags = " ".join(row["start"]["flags"])
+        fits = all(flag in flags for flag in has) and not any(flag in flags for flag in lacks)
+        if fits and row["again"] is again:
+            found.setdefault(row["level"]["concurrency"], row["level"])
+    return [found[level] for level in LEVELS]
+
+
+def readme_row(name: str) -> list[str]:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    (line,) = [one for one in lines if one.startswith(f"| {name}")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_table_is_what_was_measured(name: str) -> None:
+    title, *figures = readme_row(name)[:4]
+    levels = measured(name)
+    assert [int(figure) for figure in figures] == [round(one["tokens_per_s"]) for one in levels]
+    lengths = re.search(r"\((?:accept length )?([\d.]+) / ([\d.]+) / ([\d.]+)\)", title)
+    if lengths is not None:
+        assert list(lengths.groups()) == [f"{one['accept_length']:.2f}" for one in levels]
+    assert all(one["errors"] == 0 for one in levels)
+
+
+def test_the_table_is_of_one_commit() -> None:
+    rows = [*results("serving-h200"), *results("round-h200"), *results("transformers-h200")]
+    assert len({row["commit"] for row in rows}) == 1
+    assert not any(row["dirty"] for row in rows)
+
+
+def test_everything_passed_on_the_gpu() -> None:
+    tests = result("gpu-tests")
+    assert (tests["failed"], tests["error"], tests["skipped"]) == (0, 0, 0)
+    assert tests["passed"] == len(tests["tests"]) > 300
+
+
+def test_the_sanitizer_found_nothing() -> None:
+    row = result("sanitizer-h200")
+    runs = [f"{kind} {drafter}" for kind in ("eager", "graphs") for drafter in DRAFTERS]
+    assert {row[run]["summary"][-1] for run in runs} == {"0 errors"}
+
+
+def test_nothing_was_lost_under_load() -> None:
+    for row, drafter in zip(results("soak-h200"), ("EAGLE3", "NGRAM"), strict=True):
+        assert row["argv"][4:6] == ["--requests", "2000"]
+        assert drafter in row["argv"]
+        assert row["problems"] == []
