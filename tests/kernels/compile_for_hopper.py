@@ -224,13 +224,14 @@ def adjusting(dtype: torch.dtype) -> None:
 def judging(dtype: torch.dtype) -> None:
     """Batches that the host judges: each kind of request by itself, with and without drafts."""
     from sgl_spec.engine.cuda.follow import DeviceFollow
+    from sgl_spec.engine.cuda.rounds import SharedHeads
     from sgl_spec.request import SamplingParams
     from sgl_spec.speculative.grammar import token_masks
     from sgl_spec.speculative.penalties import TokenCounts
     from sgl_spec.speculative.sampling import build_rows
     from sgl_spec.speculative.tree import NodeMasks, TokenTree
 
-    vocab, batch = 128256, 2
+    vocab, batch, follow = 128256, 2, DeviceFollow(8, SharedHeads())
     counts, ints = TokenCounts(batch, vocab), torch.zeros(batch, dtype=torch.int64)
     kinds: list[dict[str, Any]] = [
         {},
@@ -245,7 +246,7 @@ def judging(dtype: torch.dtype) -> None:
         words = torch.zeros(batch, vocab // 32, dtype=torch.int32)
         tree = TokenTree(wide, wide - 1, ints + 1, allowed=NodeMasks(words, wide))
         logits = torch.zeros(batch * nodes, vocab)
-        DeviceFollow(8)(tree, logits, ints, rows, ints, masks=token_masks(tree))
+        follow(tree, logits, ints, rows, ints, masks=token_masks(tree))
 
 
 def rounds(dtype: torch.dtype) -> None:

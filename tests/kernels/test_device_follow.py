@@ -10,6 +10,7 @@ import torch
 from kernel_runs import INTERPRETED
 
 from sgl_spec.engine.cuda.follow import DeviceFollow
+from sgl_spec.engine.cuda.rounds import SharedHeads
 from sgl_spec.request import SamplingParams
 from sgl_spec.speculative.grammar import token_masks
 from sgl_spec.speculative.penalties import TokenCounts
@@ -70,8 +71,17 @@ def make_tree(rng: random.Random, batch: int, width: int, masks: int, vocab: int
     return tree.to(torch.device(DEVICE))
 
 
-def check(kind: str, vocab: int, width: int, most: int, *, masks: int) -> None:
+def check(
+    kind: str,
+    vocab: int,
+    width: int,
+    most: int,
+    *,
+    masks: int,
+    heads: SharedHeads | None = None,
+) -> None:
     """Trees whose drafts are drawn: every node's likeliest token stands below it, if any does."""
+    follow = DeviceFollow(most, heads or SharedHeads())
     rng, rows = random.Random(width), make_rows(kind, vocab)
     tree = make_tree(rng, rows.count, width, masks, vocab)
     logits = 2 * torch.randn(int(tree.num_nodes.sum()), vocab, device=DEVICE)
@@ -83,7 +93,7 @@ def check(kind: str, vocab: int, width: int, most: int, *, masks: int) -> None:
     committed = torch.arange(rows.count, device=DEVICE) + 4
     masked, before = token_masks(tree), logits.clone()
     expected = sample_and_follow(tree, logits, offsets, rows, committed, masks=masked)
-    found = DeviceFollow(most)(tree, logits, offsets, rows, committed, masks=masked)
+    found = follow(tree, logits, offsets, rows, committed, masks=masked)
     assert torch.equal(logits, before), "log-probabilities are read from them"
     assert found.tokens.shape == found.path.shape == tree.tokens.shape
     assert found.counts.tolist() == expected.counts.tolist()
@@ -103,8 +113,23 @@ def test_equals_the_rule(kind: str, width: int, most: int, masks: int) -> None:
 
 
 @INTERPRETED
+def test_filters_use_the_work_space_that_is_given_and_read_nothing_of_it() -> None:
+    shared, device = SharedHeads(), torch.device(DEVICE)
+    heads = shared.of(3 * 6 + 2, device)  # as a larger round left it
+    for left in (heads.keys, heads.sizes, heads.masses, heads.marks):
+        left.fill_(7_777)
+    check("filtered", 70, 5, 6, masks=0, heads=shared)
+    assert shared.of(1, device) is heads, "it is large enough"
+    used = heads.sizes != 7_777
+    assert used.any()
+    assert not used[-2:].any()
+    check("filtered", 70, 12, 12, masks=0, heads=shared)
+    assert len(shared.of(1, device).sizes) == 3 * 12, "it has grown for all"
+
+
+@INTERPRETED
 def test_it_can_be_compiled_beforehand() -> None:
-    DeviceFollow(3).compile(70, torch.device(DEVICE))
+    DeviceFollow(3, SharedHeads()).compile(70, torch.device(DEVICE))
 
 
 @pytest.mark.gpu

@@ -170,6 +170,7 @@ def test_what_sampled_batches_need_is_made_before_they_come(
     spaces = [one.heads.keys.data_ptr() for one in cuts if one is not None]
     assert len(spaces) == sizes
     assert len(set(spaces)) == 1, "rounds run one after the other and share their work space"
+    assert worker.follow.heads is worker.parts.heads, "so do batches that the host judges"
     base = {"max_new_tokens": 4, "ignore_eos": True}
     done = llm.generate(PROMPTS, [{**base, **one} for one in MIXED])
     assert [one.output_ids for one in done] == expected

@@ -14,23 +14,23 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from sgl_spec.engine.cuda.rounds import DRAW_ALL_NODES
+from sgl_spec.engine.cuda.rounds import DRAW_ALL_NODES, SharedHeads
 from sgl_spec.request import SamplingParams
 from sgl_spec.speculative.penalties import BiasRows, PenaltyRows
 from sgl_spec.speculative.rules import FollowRule
 from sgl_spec.speculative.sampling import SamplingRows, TokenMasks, build_rows
 from sgl_spec.speculative.tree import AcceptResult, NodeMasks, TokenTree
 from sgl_spec_kernels.adjust import Biases, Masks, Penalties, adjust_logits
-from sgl_spec_kernels.filters import cut_heads, token_cuts
+from sgl_spec_kernels.filters import token_cuts
 from sgl_spec_kernels.sample import Trees, draw_all, draw_walk, walked
 
 
 class DeviceFollow(FollowRule):
     """See the module. most_nodes: of a tree; kernels are compiled for trees of one node and for
-    trees of these."""
+    trees of these. heads: the filters' work space; what else uses it runs in the same stream."""
 
-    def __init__(self, most_nodes: int) -> None:
-        self.most_nodes = most_nodes
+    def __init__(self, most_nodes: int, heads: SharedHeads) -> None:
+        self.most_nodes, self.heads = most_nodes, heads
 
     @torch.inference_mode()
     def compile(self, vocab: int, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class DeviceFollow(FollowRule):
             committed_lens,
             rows.seed,
             rows.temperature if rows.any_sampled else None,
-            _cuts(tree, logits, row_offsets, rows),
+            self._cuts(tree, logits, row_offsets, rows),
         )
         out = walked(tree.batch, tree.width, logits.shape[1], logits.device)
         if tree.tokens.numel() <= DRAW_ALL_NODES:
@@ -79,6 +79,20 @@ class DeviceFollow(FollowRule):
         else:
             draw_walk(trees, out, width)
         return AcceptResult(out.tokens[:, :width], out.path[:, :width], out.counts)
+
+    def _cuts(
+        self, tree: TokenTree, logits: Tensor, row_offsets: Tensor, rows: SamplingRows
+    ) -> Tensor | None:
+        """What top_k, top_p and min_p keep of every node's logits."""
+        if not (rows.any_sampled and rows.any_filtered):
+            return None
+        cuts = torch.zeros_like(tree.tokens)
+        heads = self.heads.of(cuts.numel(), cuts.device)
+        token_cuts(
+            logits, row_offsets, tree.num_nodes, rows.temperature, rows.top_k, rows.top_p,
+            rows.min_p, cuts, heads,
+        )  # fmt: skip
+        return cuts
 
 
 def _widened(tree: TokenTree, width: int) -> TokenTree:
@@ -161,17 +175,3 @@ def _rounded(ids: Tensor) -> Tensor:
 def _next(count: int) -> int:
     """The next power of two; 0 stays 0."""
     return triton.next_power_of_2(count) if count else 0
-
-
-def _cuts(
-    tree: TokenTree, logits: Tensor, row_offsets: Tensor, rows: SamplingRows
-) -> Tensor | None:
-    """What top_k, top_p and min_p keep of every node's logits."""
-    if not (rows.any_sampled and rows.any_filtered):
-        return None
-    cuts = torch.zeros_like(tree.tokens)
-    token_cuts(
-        logits, row_offsets, tree.num_nodes, rows.temperature, rows.top_k, rows.top_p, rows.min_p,
-        cuts, cut_heads(cuts.numel(), cuts.device),
-    )  # fmt: skip
-    return cuts

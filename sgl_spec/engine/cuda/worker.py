@@ -84,7 +84,7 @@ class DeviceWorker(Worker):
         self._simulated = self.rule if isinstance(self.rule, SimulatedRule) else None
         inner = self.rule if self._simulated is None else self._simulated.rule
         self._device_rule = isinstance(inner, FollowRule) and self.topology is None
-        self.follow = follow = DeviceFollow(most_nodes)
+        self.follow = follow = DeviceFollow(most_nodes, self.parts.heads)
         if isinstance(self.rule, FollowRule):
             self.rule = self.follow
         self._kinds = RowKinds(num_rows, forced=self._simulated is not None)
