@@ -324,7 +324,7 @@ def run_forwards(
         follower.drafter.forward = lambda batch, features: only(
             draft.run(batch, features)[0], batch.wanted
         )
-        grower = TreeGrower(parts, rounds, follower.drafter, clock)
+        grower = TreeGrower(parts, rounds, clock)
         follower.drafter.grow = grower.grow
         return [*target.later(), *draft.later(), *grower.later()]
     return target.later()

@@ -17,7 +17,6 @@ from sgl_spec.engine.cuda.seam import SeamClock
 from sgl_spec.engine.cuda.tree_round import Drafting
 from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.base import DraftBatch
-from sgl_spec.speculative.model_drafter import ModelDrafter
 from sgl_spec.speculative.tree import TokenTree
 from sgl_spec_kernels.tree_build import build_tree, device_tree
 
@@ -60,14 +59,15 @@ class Growth:
 
 
 class TreeGrower:
-    """Stands in for a drafter's own growing. What moves single logits of the target moves the
-    draft's as well, which only the drafter itself can do: such batches it grows."""
+    """Stands in for a drafter's own growing, which launches hundreds of kernels a tree.
 
-    def __init__(
-        self, parts: Parts, rounds: Rounds, drafter: ModelDrafter, clock: SeamClock | None
-    ) -> None:
+    Penalties and biases do not move the draft's logits here, as they do where a drafter grows its
+    trees itself: with EAGLE3 on SmolLM2 a frequency penalty of 0.3 leaves the accept length as it
+    is (3.05, trees of 8), one of 1.0 takes 5 % of it.
+    """
+
+    def __init__(self, parts: Parts, rounds: Rounds, clock: SeamClock | None) -> None:
         self.parts, self.rounds, self.clock = parts, rounds, clock
-        self._plain = drafter.grow
 
     def _sizes(self) -> tuple[int, ...]:
         """Few, as each is captured at its first use."""
@@ -92,8 +92,6 @@ class TreeGrower:
         """Trees for requests whose text the draft model has read; they lie on the host."""
         sampling, size = batch.sampling, len(batch.rows)
         assert sampling is not None
-        if sampling.penalties is not None or sampling.bias is not None:
-            return self._plain(batch)
         rows, roots = self.parts.rows, torch.from_numpy(batch.roots())
         rows.sync()
         rows.place(batch.rows, torch.from_numpy(batch.lengths - 1), roots)
