@@ -35,6 +35,7 @@ from sgl_spec.speculative.tree import AcceptResult, DraftProbs, TokenTree, root_
 
 ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")
 WAITING_ROWS = 64  # accepted tokens that a request may leave unwritten
+EXTENDED_ROWS = 1024  # of a forward that writes them; its last request may go beyond
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +157,15 @@ class ModelDrafter:
     def _extend(self, rows: Tensor, tokens: Tensor) -> None:
         """Write what waits of these rows. tokens: [num_rows, width], the texts."""
         waiting = self.known[rows] - self.written[rows]
-        behind = waiting > 0
-        if not bool(behind.any()):
-            return
-        todo = span(rows[behind], self.written[rows[behind]], waiting[behind])
+        rows, waiting = rows[waiting > 0], waiting[waiting > 0]
+        part = (waiting.cumsum(0) - 1) // EXTENDED_ROWS
+        counts = torch.unique_consecutive(part, return_counts=True)[1].tolist()
+        for some in torch.split(rows, counts):
+            self._extend_together(some, tokens)
+
+    def _extend_together(self, rows: Tensor, tokens: Tensor) -> None:
+        """As `_extend`, in one forward; something waits of every row."""
+        todo = span(rows, self.written[rows], self.known[rows] - self.written[rows])
         at = todo.rows[todo.request]
         forward = todo.forward(tokens[at, todo.positions + self.shift].long(), self.req_to_token)
         features = None
@@ -216,7 +222,8 @@ class ModelDrafter:
         if not self.economy.drafts(len(batch.rows), batch.plain_ms):
             self._totals.rests += 1
             return root_only(torch.from_numpy(batch.roots()))
-        self._begun = time.perf_counter()
+        # Rounds without a price are none that the economy is asked about.
+        self._begun = None if batch.plain_ms is None else time.perf_counter()
         drafting = batch if len(wanted) == len(batch.rows) else batch.take(wanted)
         rows = torch.from_numpy(drafting.rows)
         self.catch_up(rows, torch.from_numpy(drafting.lengths), batch.tokens)

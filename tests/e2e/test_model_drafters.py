@@ -133,6 +133,7 @@ def test_retraction(world: World, kind: str, page: int, monkeypatch: pytest.Monk
 def test_skipped_rounds(world: World, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are drafted for now and then; what waits stays bounded and leaves no holes."""
     monkeypatch.setattr(model_drafter, "WAITING_ROWS", 6)
+    monkeypatch.setattr(model_drafter, "EXTENDED_ROWS", 9)
     rng = random.Random(4)
     monkeypatch.setattr(
         SamplingParams, "max_nodes", lambda self, most: rng.choice([1] * 9 + [2, 3, most])

@@ -131,7 +131,19 @@ def test_batches_that_the_host_judges_run_as_graphs(
     assert "target forward" in captured
     assert ("draft forward" in captured) == (server in models.drafts)
     for one in (eager, llm):
-        assert 0 < one.engine.state().drafter["seam_wait_ms"] < 1000
+        figures = one.engine.state().drafter
+        assert 0 < figures["seam_wait_ms"] < 1000
+        assert "seam_asked" not in figures, "whole trees are verified"
+
+
+@pytest.mark.parametrize("server", ["NGRAM, weighed", "EAGLE3, weighed"])
+def test_drafts_of_batches_that_the_host_judges_are_weighed(
+    models: Models, plain: LLM, server: str
+) -> None:
+    wanted = run(make_engine(models, server, device="cpu"), asked(server), NEW)
+    llm = make_engine(models, server, device="cuda")
+    same_or_near(plain, server, run(llm, asked(server), NEW), wanted)
+    assert llm.engine.state().drafter["seam_left"] > 0
 
 
 @pytest.mark.parametrize("server", ["none", "NGRAM", "EAGLE3", "STANDALONE"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,7 @@ from sgl_spec.engine.cuda.prefill import Prefills
 from sgl_spec.engine.cuda.rounds import Parts, RoundKind
 from sgl_spec.engine.cuda.running import RowKinds, Running, RunningRound, is_simple
 from sgl_spec.engine.cuda.seam import SeamClock
+from sgl_spec.engine.cuda.seam_trees import SeamTrees
 from sgl_spec.engine.cuda.sources import RoundSource
 from sgl_spec.engine.cuda.state import DeviceRows
 from sgl_spec.engine.cuda.timing import Stopwatch
@@ -60,7 +62,8 @@ logger = logging.getLogger(__name__)
 class DeviceWorker(Worker):
     """See the module. rounds: the captured rounds; source: who drafts in them. most_nodes: of a
     tree, root included. weighs: whether drafts may be left out by what they cost. prefill_rows:
-    most prompt tokens of one forward.
+    most prompt tokens of one forward. seam_trees: holds drafts of batches that the host judges to
+    what they bring, if drafts are weighed.
     """
 
     defers = True
@@ -103,6 +106,8 @@ class DeviceWorker(Worker):
         self._seams: list[Callable[[], object]] = [compiles, *seams] if rounds.captures else []
         self._prefills = Prefills(self.parts, rounds, prefill_rows if self._device_rule else 0)
         self.source = self._source(weighs)
+        by_time = weighs and self.device.type == "cuda"  # an interpreter's times say nothing
+        self.seam_trees = SeamTrees(lambda: len(rounds)) if by_time else None
         self.costs = self.source.costs
 
     def _source(self, weighs: bool) -> RoundSource:
@@ -137,9 +142,10 @@ class DeviceWorker(Worker):
 
     def drafter_stats(self) -> dict[str, float]:
         """Those of its rounds included. seam_wait_ms: how long the device lately had no forward to
-        run in a round that needs the host."""
+        run in a round that needs the host. See also `SeamTrees.stats`."""
         seam = {} if self._seam is None else {"seam_wait_ms": self._seam.wait_ms}
-        return super().drafter_stats() | self.source.stats() | seam
+        trees = {} if self.seam_trees is None else self.seam_trees.stats()
+        return super().drafter_stats() | self.source.stats() | seam | trees
 
     def close(self, row: int) -> None:
         """The row's request ended or was retracted; what still runs for it is dropped."""
@@ -159,15 +165,28 @@ class DeviceWorker(Worker):
     def launch(self, batch: Batch) -> Launched:
         """Enqueue a batch, or compute it where it needs the host."""
         if not self._device_rule or not self._kinds.simple(batch.rows):
-            return self._on_host(batch)
-        if self._seam is not None:
-            self._seam.leave()
+            return self._on_host(self._afforded(batch))
+        for books in (self._seam, self.seam_trees):
+            if books is not None:
+                books.leave()
         self.table.sync()
         self.device_rows.sync()
         self._under_way += 1
         if isinstance(batch, PrefillBatch):
             return self._launch_prefill(batch)
         return self._launch_round(batch)
+
+    def _afforded(self, batch: Batch) -> Batch:
+        """A batch that needs the host, without drafts where they do not pay."""
+        if self.seam_trees is None:
+            return batch
+        if isinstance(batch, PrefillBatch):
+            self.seam_trees.leave()
+            return batch
+        most = batch.max_nodes
+        if self.seam_trees.begin(len(most), wanted=bool((most > 1).any())):
+            return batch
+        return replace(batch, max_nodes=np.ones_like(most))
 
     def _on_host(self, batch: Batch) -> Launched:
         rows, self._last = batch.rows, None
@@ -239,6 +258,8 @@ class DeviceWorker(Worker):
         """Tell who drafted how the round ended."""
         if self._round is not None:
             super().observe(taken)
+            if self.seam_trees is not None:
+                self.seam_trees.end(sum(taken) / len(taken))
             return
         self.source.observe(taken, behind=self._under_way > 0)
 
