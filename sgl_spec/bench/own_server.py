@@ -101,11 +101,20 @@ def _command(flags: Sequence[str]) -> tuple[list[str], int]:
         text = last.partition("=")[2] if "=" in last else " ".join(flags[given[-1] + 1 :][:1])
         if not text.isdecimal():
             raise ConfigError(f"--port must be an integer, got {text!r}.")
+        _require_silence(int(text))
         return command, int(text)
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port = int(probe.getsockname()[1])
     return [*command, "--port", str(port)], port
+
+
+def _require_silence(port: int) -> None:
+    """Nobody listens there: another server's answers would be taken for ours."""
+    with socket.socket() as probe:
+        probe.settimeout(5)
+        if probe.connect_ex((HOST, port)) == 0:
+            raise ConfigError(f"Cannot start a server on --port {port}: another listens there.")
 
 
 def _wait(process: subprocess.Popen[Any], port: int, timeout_s: float, log: Path) -> None:

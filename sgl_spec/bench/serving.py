@@ -289,6 +289,9 @@ def _measure(options: argparse.Namespace, argv: Sequence[str], server: OwnServer
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         found = runner.run(run(options, take))
     print_levels(found)
+    if any(one.level.short for one in found):
+        counts = ", ".join(str(one.level.short) for one in found)
+        print(f"answers of fewer than {options.max_tokens} tokens: {counts}")
     if server is not None:
         print(_started(server))
     if any(one.level.errors == one.level.requests for one in found):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import pytest
 
 from sgl_spec.bench.load import Reply, Target
+from sgl_spec.bench.own_server import own_server
 from sgl_spec.bench.serving import Backend, Workload, read_levels, read_more, read_prompts
 from sgl_spec.bench.streams import level_of, read_answer, spread
 from sgl_spec.errors import ConfigError
@@ -170,6 +172,18 @@ def test_more_is_laid_over_every_body() -> None:
 def test_more_that_is_no_object_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_more(text)
+
+
+def test_a_port_that_answers_is_not_ours() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with (
+            pytest.raises(ConfigError, match=f"--port {port}: another listens there"),
+            own_server(["--model-path", "smollm2", "--port", str(port)]),
+        ):
+            pass
 
 
 def test_prompts_and_levels(tmp_path: Any) -> None:
