@@ -126,7 +126,7 @@ def _laid_over(body: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 def read_more(text: str) -> dict[str, Any]:
     """--extra-request-body; `ConfigError` if it is no JSON object."""
     try:
-        found = json.loads(text)
+        found = orjson.loads(text)  # which writes it again
     except ValueError as error:
         raise ConfigError(f"--extra-request-body must be JSON, got {text!r}: {error}.") from error
     if not isinstance(found, dict):
@@ -207,7 +207,7 @@ async def run(options: argparse.Namespace, take: Take) -> list[Measured]:
         options.max_tokens,
         options.temperature,
         options.ignore_eos,
-        read_more(options.extra_request_body),
+        options.extra_request_body,
     )
     model = options.model
     if model is None:
@@ -265,6 +265,7 @@ def print_levels(found: Sequence[Measured]) -> None:
 def main(argv: Sequence[str]) -> None:
     """`python -m sgl_spec.bench serving`. Raises `SglSpecError` when a level had no answer."""
     options = _parser().parse_args(argv)
+    options.extra_request_body = read_more(options.extra_request_body)
     if options.launch is None:
         options.url = options.url or DEFAULT_URL
         _measure(options, argv, None)

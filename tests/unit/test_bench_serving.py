@@ -10,7 +10,7 @@ import pytest
 
 from sgl_spec.bench.load import Reply, Target
 from sgl_spec.bench.own_server import own_server
-from sgl_spec.bench.serving import Backend, Workload, read_levels, read_more, read_prompts
+from sgl_spec.bench.serving import Backend, Workload, main, read_levels, read_more, read_prompts
 from sgl_spec.bench.streams import level_of, read_answer, spread
 from sgl_spec.errors import ConfigError
 
@@ -167,11 +167,18 @@ def test_more_is_laid_over_every_body() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", "must be JSON, got '{'"), ("[1]", "JSON object, got '\\[1\\]'")]
+    ("text", "said"),
+    [
+        ("{", "must be JSON, got '{'"),
+        ("[1]", "JSON object, got '\\[1\\]'"),
+        ('{"a": NaN}', "must be JSON"),
+        ('{"stop": "\\ud800"}', "must be JSON"),
+        ("[" * 20000, "must be JSON"),
+    ],
 )
 def test_more_that_is_no_object_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        read_more(text)
+        main(["--extra-request-body", text, "--url", "http://127.0.0.1:9"])
 
 
 def test_a_port_that_answers_is_not_ours() -> None:

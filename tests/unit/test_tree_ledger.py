@@ -3,6 +3,7 @@ and device have clocks. No device."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -17,7 +18,15 @@ from sgl_spec.engine.cuda.drafting import HostDrafting
 from sgl_spec.engine.cuda.graphs import Replayed
 from sgl_spec.engine.cuda.running import Planned, RunningRound
 from sgl_spec.engine.cuda.timing import Stopwatch
-from sgl_spec.engine.cuda.tree_ledger import CREDIT, LIMIT, SHARE, Account, TreeLedger
+from sgl_spec.engine.cuda.tree_ledger import (
+    CHECK,
+    CHECKED,
+    CREDIT,
+    LIMIT,
+    SHARE,
+    Account,
+    TreeLedger,
+)
 from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
@@ -273,6 +282,55 @@ def test_what_requests_add_to_all_rounds_is_no_debt_for_long() -> None:
             account.note_asked(1.7, grown + 3.0)
     assert account.plain_ms > 7, "it was learned again"
     assert rested < 200
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_rounds_that_got_faster_are_noticed_while_trees_are_asked_for(
+    looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long texts under which trees do not pay, so that a plain round is known as a long one; trees
+    that pay; then short texts, under which trees bring nothing that a long round would be worth."""
+    server = Server(Text(0.5, 0.0))
+    simulation = simulated(server, looks=looks)
+    with monkeypatch.context() as long:
+        long.setattr(sys.modules[__name__], "PLAIN_MS", PLAIN_MS + 3.0)
+        long.setattr(sys.modules[__name__], "REQUEST_MS", REQUEST_MS + 3.0)
+        simulation.run(2 * BENCH_MS)
+        server.text = Text(0.6, 0.6)
+        simulation.run(4 * BENCH_MS)
+    server.text = Text(0.5, 0.1)
+    simulation.run(2 * BENCH_MS)
+    assert simulation.run(BENCH_MS) > 0.97
+    assert simulation.run(4 * BENCH_MS) > 0.98
+
+
+def test_no_better_price_makes_a_rest_endless() -> None:
+    """Trees that nearly paid for a long time, until plain rounds turn out to be faster."""
+    account = Account(10.0, 10.0, 10.0)
+    for _ in range(30_000):
+        account.note_asked(1.0, 10.0001)
+    while not account.resting:
+        account.note_asked(1.0, 13.0)
+    rest = 0
+    while account.resting and rest < 5000:
+        account.note_plain(5.0)
+        rest += 1
+    assert rest < 2 * 4 * LIMIT / SHARE
+
+
+def test_what_plain_rounds_take_is_seen_now_and_then() -> None:
+    account = Account(8.0, 8.0, 8.0)
+    asked = plain = 0
+    for _ in range(20 * (CHECK + CHECKED)):
+        if account.rests:
+            plain += 1
+            account.note_plain(6.0)
+        else:
+            asked += 1
+            account.note_asked(2.5, 9.0)
+    assert not account.resting
+    assert plain / asked == pytest.approx(CHECKED / CHECK, rel=0.02)
+    assert account.plain_ms == pytest.approx(6.0, rel=0.01)
 
 
 def test_one_round_that_compiles_is_no_reason_to_rest() -> None:

@@ -6,8 +6,9 @@ to a launch is not all in a model of costs. So accounts are kept. Every round fo
 was asked is charged the time from the round before to its own end, and credited what its tokens
 would have taken without trees. In the red, rounds run ahead without asking, and a small share of
 their time pays the debt off; then trees are tried again. So a server loses no more than that share
-and a first few rounds, whatever is promised, and the worse trees were the longer they rest. No
-device, no clock: times come from the caller.
+and a first few rounds, whatever is promised, and the worse trees were the longer they rest. What a
+round takes without trees changes with the texts, so now and then trees that pay are left out for a
+few rounds to see. No device, no clock: times come from the caller.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from dataclasses import dataclass
 LIMIT = 3.0  # plain rounds' worth of time that trees may lose before they rest
 CREDIT = 8.0  # likewise, that they may have earned for worse times
 SHARE = 1 / 96  # of the time of rounds at rest, to be lost by the next trial
+CHECK = 192  # rounds with trees, after which some without are due
+CHECKED = 3  # as many
 _BLEND = 1 / 16  # weight of the newest round
+_FASTER = 1 / 4  # likewise, where it shows that rounds without trees are faster than was believed
+_MOST_LEARNED = 4 * LIMIT  # plain rounds' worth of debt that a better price of tokens may make
 _MOST_ASKED = 3.0  # times what the last took: no more of a round's time counts, which may have
 _MOST_PLAIN = 2.0  # compiled something; likewise, times what they take lately
 
@@ -26,7 +31,8 @@ _MOST_PLAIN = 2.0  # compiled something; likewise, times what they take lately
 class Account:
     """Of one batch size. plain_ms: of a round without asking; asked_ms: of one with. counted: what
     counted of the last such. debt: ms that asking lost, negative if it gained. tokens: per request,
-    brought since there is a debt. resting: whether it is being paid off."""
+    brought since there is a debt. resting: whether it is being paid off. unseen: rounds with trees
+    since it was last seen what one without takes; checking: whether it is being seen."""
 
     plain_ms: float
     asked_ms: float
@@ -34,6 +40,13 @@ class Account:
     debt: float = 0.0
     tokens: float = 0.0
     resting: bool = False
+    unseen: int = 0
+    checking: bool = False
+
+    @property
+    def rests(self) -> bool:
+        """Whether the next round is to be one without asking."""
+        return self.resting or self.checking
 
     def note_asked(self, tokens: float, ms: float) -> None:
         """A round gave each request so many tokens, on average."""
@@ -42,16 +55,21 @@ class Account:
         self.debt = max(self.debt + counted - tokens * self.plain_ms, -CREDIT * self.plain_ms)
         self.tokens = self.tokens + tokens if self.debt > 0 else 0.0
         self.resting = self.resting or self.debt > LIMIT * self.plain_ms
+        self.unseen += 1
+        self.checking = self.checking or self.unseen >= CHECK
 
     def note_plain(self, ms: float) -> None:
         """A round for which nobody was asked. The debt is also what tokens would have taken, so it
         follows what is learned of that: where texts grew, plain rounds take longer than the last
         ones did before a long time with trees."""
         counted = min(ms, _MOST_PLAIN * self.plain_ms)
-        learned = _BLEND * (counted - self.plain_ms)
+        learned = (_FASTER if counted < self.plain_ms else _BLEND) * (counted - self.plain_ms)
         self.plain_ms += learned
         if self.resting:
-            self.debt -= self.tokens * learned
+            most = max(self.debt, _MOST_LEARNED * self.plain_ms)
+            self.debt = min(self.debt - self.tokens * learned, most)
+        self.unseen = max(0, self.unseen - CHECK // CHECKED)
+        self.checking = self.checking and self.unseen > 0
         if self.debt > 0:
             self.debt = max(0.0, self.debt - SHARE * counted)
         if self.debt <= 0:
@@ -76,7 +94,7 @@ class TreeLedger:
     @property
     def resting(self) -> bool:
         """Whether nobody is to be asked, at the size that was opened last."""
-        return self._last is not None and self._last.resting
+        return self._last is not None and self._last.rests
 
     def plain_ms(self, size: int) -> float:
         """Of a round without trees, of an open account."""
