@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
-from openai import OpenAI
+from openai import APIConnectionError, APIStatusError, OpenAI
 
 
 def main() -> None:
@@ -40,4 +41,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except APIStatusError as error:
+        sys.exit(f"The server answers {error.status_code}: {error.response.text}")
+    except APIConnectionError as error:
+        sys.exit(f"No server answers ({error.__cause__}). Start one first, or name it with --url.")

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -54,4 +56,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except urllib.error.HTTPError as error:
+        sys.exit(f"The server answers {error.code}: {error.read().decode()}")
+    except urllib.error.URLError as error:
+        sys.exit(f"No server answers ({error.reason}). Start one first, or name it with --url.")

@@ -102,6 +102,13 @@ def test_examples_that_talk_carry_the_key(launch: Launch) -> None:
             run(name, "Hello", url=server.url)
 
 
+@pytest.mark.parametrize("name", ["stream_generate.py", "chat_openai.py"])
+def test_examples_say_in_a_line_that_nobody_answers(name: str) -> None:
+    with pytest.raises(AssertionError, match=r"No server answers \(.*refused.*\)") as raised:
+        run(name, "Hello", url="http://127.0.0.1:9")
+    assert "Traceback" not in str(raised.value)
+
+
 def test_offline(tiny_model_dir: Path) -> None:
     output = run("offline.py", "--model-path", str(tiny_model_dir), "--max-new-tokens", "32")
     solo = Solo(tiny_model_dir)
