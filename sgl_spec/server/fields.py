@@ -115,7 +115,9 @@ def read_object(body: object, table: Table, where: str = "") -> dict[str, Any]:
     the first field that is unknown, unsupported or of the wrong type.
     """
     if not isinstance(body, dict):
-        refuse(where or "The request body", "a JSON object", body)
+        if where:
+            refuse(where, "a JSON object", body)
+        raise InvalidRequestError(f"The request body must be a JSON object, got {preview(body)}.")
     for name, value in body.items():
         _check_field(name, value, table, where)
     return _collect(body, table, where)

@@ -72,8 +72,9 @@ class TestReadObject:
 
     @pytest.mark.parametrize("body", [None, [], "x", 3])
     def test_only_objects(self, body: object) -> None:
-        with pytest.raises(InvalidRequestError, match="request body must be a JSON object"):
+        with pytest.raises(InvalidRequestError, match="body must be a JSON object") as raised:
             read_object(body, self.TABLE)
+        assert raised.value.param is None, "it is no field"
 
 
 def test_sampling_tables_cover_every_parameter() -> None:
