@@ -42,7 +42,10 @@ class Server:
     stopped: bool = False
 
     def __post_init__(self) -> None:
-        self.client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+        # With a bound the pool closes idle connections, now and then one that another thread was
+        # given just then (httpcore issue 1110).
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self.client = httpx.Client(base_url=self.url, timeout=120, trust_env=False, limits=limits)
 
     def family(self) -> list[psutil.Process]:
         """All live processes of the server's session, the engine among them."""

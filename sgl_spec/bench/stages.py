@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sgl_spec.engine.engine import Engine
 from sgl_spec.layers.attention import plan_attention, store_and_attend
-from sgl_spec.layers.context import ForwardBatch
+from sgl_spec.layers.context import AttnBatch
 from sgl_spec.layers.linear import Linear
 from sgl_spec.models import layer
 from sgl_spec.models.layer import total_bytes
@@ -309,9 +309,9 @@ def _parts(recorder: Recorder) -> Iterator[Replacement]:
         with recorder.part(": attention", read):
             return store_and_attend(q, k, *rest)
 
-    def plan(batch: ForwardBatch, *rest: Any) -> Any:
+    def plan(batch: AttnBatch, *rest: Any) -> Any:
         columns = 0 if batch.tree_lens is None else int(batch.tree_lens.sum())
-        recorder.kv_tokens = int(batch.prefix_lens.sum()) + columns + len(batch.tokens)
+        recorder.kv_tokens = int(batch.prefix_lens.sum()) + columns + int(batch.q_starts[-1])
         return plan_attention(batch, *rest)
 
     yield Linear, "__call__", linear(Linear.__call__)
