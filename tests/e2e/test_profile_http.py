@@ -96,5 +96,5 @@ def test_refusals(server: Server, body: Any, said: str) -> None:
     status, answer = post(server, "/start_profile", body)
     assert status == 400
     assert said in answer["error"]["message"]
-    assert answer["error"]["param"] == next(iter(body), "The request body")
+    assert answer["error"]["param"] == next(iter(body), None)
     assert post(server, "/stop_profile")[0] == 400
