@@ -29,15 +29,9 @@ from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.draft import DraftModel
 from sgl_spec.models.draft_loader import load_draft
 from sgl_spec.models.standalone import StandaloneDraft
-from sgl_spec_kernels import tree_attn
 
 TEXT, BRANCHES = Piece(0, 0, range(5, 17)), [-1, -1, 0]
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.get_closest_marker("gpu") is None:  # the interpreter is slow
-        monkeypatch.setattr(tree_attn, "_PROGRAMS", 8)
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 
 @pytest.fixture(scope="module")

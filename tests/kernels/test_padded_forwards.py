@@ -23,12 +23,12 @@ from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.draft_loader import load_draft
 from sgl_spec.models.loader import load_model
-from sgl_spec_kernels import tree_attn
 
 # Attention leaves rows that no request owns as the memory was.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value) encountered:RuntimeWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
+    pytest.mark.usefixtures("few_programs"),
+]
 
 REQUESTS, WIDTH, NODES = 5, 40, 6
 LAYERS = 2
@@ -43,12 +43,6 @@ TARGET_STEPS = [
     [Piece(2, 4, [11], [-1])],
     [Piece(i, p, [12], [-1]) for i, p in enumerate((11, 3, 5, 0, 0))],  # more than are captured
 ]
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.get_closest_marker("gpu") is None:  # the interpreter is slow
-        monkeypatch.setattr(tree_attn, "_PROGRAMS", 8)
 
 
 @pytest.fixture(scope="module")

@@ -24,16 +24,10 @@ from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.draft import DraftModel
 from sgl_spec.models.draft_loader import load_draft
 from sgl_spec.models.loader import load_model
-from sgl_spec_kernels import tree_attn
 from sgl_spec_kernels.sample import walked
 
 LAYERS = 3
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.get_closest_marker("gpu") is None:  # the interpreter is slow
-        monkeypatch.setattr(tree_attn, "_PROGRAMS", 8)
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 
 @pytest.fixture(scope="module")
