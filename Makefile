@@ -4,7 +4,7 @@
 #   make         this list
 #   make serve   set up, then serve the embedded SmolLM2 with n-gram tree speculation on port $(PORT)
 #   make test    set up, then run all tests that need neither a GPU nor the full matrix
-#   make check   what CI runs: test, lint, types
+#   make check   what CI runs: lint, types, test
 #   make slow    the full matrix
 #   make gpu     the tests that need a GPU; what came of them goes to docs/results/gpu-tests.json
 #
@@ -67,4 +67,4 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-check: test lint types
+check: lint types test

@@ -6,9 +6,9 @@ pieces that the tensor cores take; so 192 rows are computed as 128 and 64. As in
 product is W x^T. A program holds a block of gates and the block of what they gate.
 
 Sharing the steps along K evenly among the multiprocessors was measured as well, for this and for
-plain products: what is left to add costs more than the last, emptier wave. So was fetching the first
-6, 12 or 24 MB of the next weights to the L2 cache, from here and from the norms: a forward of 192
-rows takes 6.23 ms without, 6.35, 6.41 and 6.51 ms with it.
+plain products: what is left to add costs more than the last, emptier wave. So was fetching the
+first 6, 12 or 24 MB of the next weights to the L2 cache, from here and from the norms: a forward of
+192 rows takes 6.23 ms without, 6.35, 6.41 and 6.51 ms with it.
 """
 
 from __future__ import annotations
