@@ -1,4 +1,4 @@
-"""What the README says of the GPU is what the committed results say."""
+"""What the documents say of the GPU is what the committed results say."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], bool]] = {
     "the same prompts again": (("NGRAM",), ("--speculative-ngram-index",), True),
     "EAGLE3 as shipped": (("EAGLE3",), ("--simulate-acc-len",), False),
     "STANDALONE as shipped": (("STANDALONE",), (), False),
+}
+README_ROWS = list(ROWS)[:4]
+# By a row's first words: what its requests ask for, flags that its runs have and flags they lack.
+EAGER = "--disable-cuda-graph"
+SEAM_ROWS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "penalty, no speculation |": ("penalty", (), (EAGER, "EAGLE3")),
+    "penalty, no speculation, `": ("penalty", (EAGER,), ("EAGLE3",)),
+    "penalty, EAGLE3": ("penalty", ("EAGLE3",), (EAGER,)),
+    "regular expression": ("regex", ("NGRAM",), ()),
 }
 
 
@@ -46,21 +55,46 @@ def measured(name: str) -> list[dict[str, Any]]:
     return [found[level] for level in LEVELS]
 
 
-def readme_row(name: str) -> list[str]:
-    lines = (ROOT / "README.md").read_text().splitlines()
+def cells(document: str, name: str) -> list[str]:
+    """Of the table row that begins so."""
+    lines = (ROOT / document).read_text().splitlines()
     (line,) = [one for one in lines if one.startswith(f"| {name}")]
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
+def speeds(levels: list[dict[str, Any]]) -> list[int]:
+    return [round(one["tokens_per_s"]) for one in levels]
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_the_table_is_what_was_measured(name: str) -> None:
-    title, *figures = readme_row(name)[:4]
+    title, *figures = cells("docs/measured.md", name)[:4]
     levels = measured(name)
-    assert [int(figure) for figure in figures] == [round(one["tokens_per_s"]) for one in levels]
+    assert [int(figure) for figure in figures] == speeds(levels)
     lengths = re.search(r"\((?:accept length )?([\d.]+) / ([\d.]+) / ([\d.]+)\)", title)
     if lengths is not None:
         assert list(lengths.groups()) == [f"{one['accept_length']:.2f}" for one in levels]
     assert all(one["errors"] == 0 for one in levels)
+
+
+@pytest.mark.parametrize("name", README_ROWS)
+def test_the_readme_repeats_the_table(name: str) -> None:
+    _, ours, *others = cells("README.md", name)
+    assert [int(figure) for figure in ours.split(" / ")] == speeds(measured(name))
+    assert others == cells("docs/measured.md", name)[4:]
+
+
+@pytest.mark.parametrize("name", SEAM_ROWS)
+def test_batches_that_the_host_judges(name: str) -> None:
+    asked, has, lacks = SEAM_ROWS[name]
+    found = [
+        row["level"]
+        for row in results("seam-h200")
+        if asked in " ".join(row["argv"])
+        and all(flag in row["start"]["flags"] for flag in has)
+        and not any(flag in row["start"]["flags"] for flag in lacks)
+    ]
+    assert [int(figure) for figure in cells("docs/measured.md", name)[1:]] == speeds(found)
 
 
 def test_the_table_is_of_one_commit() -> None:

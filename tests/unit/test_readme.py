@@ -55,6 +55,19 @@ def test_links_lead_to_files(path: Path) -> None:
             assert (path.parent / target).exists(), f"{path.name}: {target}"
 
 
+def headings(path: Path) -> set[str]:
+    """The anchors that a document's headings make: lower case, words joined by dashes."""
+    titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_links_lead_to_headings(path: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", path.read_text()):
+        document = path.parent / target if target else path
+        assert anchor in headings(document), f"{path.name}: {target}#{anchor}"
+
+
 def test_flags_of_commands_for_a_gpu_exist() -> None:
     """Each is parsed by its own parser, the server's behind --launch too."""
     parsers = {"widen": widen._parser(), "serving": serving._parser()}
