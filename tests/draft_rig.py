@@ -71,6 +71,16 @@ def shape_options(steps: int, topk: int, nodes: int) -> dict[str, Any]:
     }
 
 
+def small_trees(kind: str, target: Path, directory: Path) -> dict[str, Any]:
+    """Flags for trees of four nodes; the target drafts for itself under STANDALONE, so that all of
+    its drafts are accepted. directory: for the draft."""
+    options: dict[str, Any] = {"speculative_algorithm": kind}
+    if kind == "NGRAM":
+        return options | {"speculative_num_draft_tokens": 4}
+    draft = target if kind == "STANDALONE" else make_draft(kind, directory, target)
+    return options | {"speculative_draft_model_path": str(draft), **shape_options(2, 2, 4)}
+
+
 def drafted(
     target: Path, kind: str | None, draft: Path | None = None, shape: str = "tree", **flags: Any
 ) -> LLM:

@@ -44,11 +44,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_blocks(
+    request: pytest.FixtureRequest, few_programs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if request.node.get_closest_marker("gpu") is None:  # the interpreter is slow
         monkeypatch.setattr(tree_attn, "_tile", lambda *_: (16, 4, 2))
         monkeypatch.setattr(tree_attn, "MIN_SPLIT", 16)
-        monkeypatch.setattr(tree_attn, "_PROGRAMS", 8)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,6 @@ from sgl_spec.layers.backend import Backend
 from sgl_spec.layers.device_attention import DeviceAttention
 from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.loader import load_model
-from sgl_spec_kernels import tree_attn
 
 PARENTS = [-1, 0, 0, 1, 2, 4]
 CHUNKS = [
@@ -121,8 +120,8 @@ def test_flashinfer_under_a_growing_tree(flashinfer: None, tiny: Path) -> None:
 
 
 @INTERPRETED
+@pytest.mark.usefixtures("few_programs")
 def test_torchs_own_for_chunks(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_attn, "_PROGRAMS", 8)
     monkeypatch.setattr(device_attention, "prefill_attention", lambda backend: "sdpa")
     plain, fused = both(tiny)
     compare(plain, fused, [*CHUNKS, *TREES])

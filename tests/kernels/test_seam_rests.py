@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draft_rig import make_draft, shape_options
+from draft_rig import finished, small_trees
 from kernel_runs import INTERPRETED
 from tiny import MIN_VOCAB, make_tiny
 
 from sgl_spec import LLM
 from sgl_spec.engine.batch import DecodeBatch, StepOutput
-from sgl_spec.engine.cuda import forwards, seam_trees, tree_ledger
+from sgl_spec.engine.cuda import seam_trees, tree_ledger
 from sgl_spec.engine.cuda.seam_trees import SeamTrees
 from sgl_spec.engine.cuda.worker import DeviceWorker
 from sgl_spec.engine.worker import Worker
 from sgl_spec.speculative import model_drafter
 from sgl_spec.speculative.model_drafter import ModelDrafter
-from sgl_spec_kernels import tree_attn
 
 # Attention leaves rows that no request owns as the memory was.
 pytestmark = [
     INTERPRETED,
+    pytest.mark.usefixtures("few_shapes"),
     pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
 ]
 
@@ -37,13 +37,6 @@ BIASED = {"temperature": 0.0, "logit_bias": {50: -100.0}, "max_new_tokens": 5}
 MIXED: list[dict[str, Any]] = [BIASED, PLAIN, PLAIN | {"max_new_tokens": 3}, PENALTY, REGEX]
 PROMPTS = [[7], [40, 41, 42, 9], [40, 41, 42, 11], [12, 13], [5, 9, 5, 9, 5]]
 DRAFTERS = ("NGRAM", "EAGLE3")
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter is slow."""
-    monkeypatch.setattr(tree_attn, "_PROGRAMS", 8)
-    monkeypatch.setattr(forwards, "ROWS", (12, 64))
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +56,7 @@ def make(target: Path, **options: Any) -> LLM:
 
 
 def drafting(target: Path, drafter: str, directory: Path) -> LLM:
-    options: dict[str, Any] = {"speculative_num_draft_tokens": 4}
-    if drafter != "NGRAM":
-        draft = target if drafter == "STANDALONE" else make_draft(drafter, directory, target)
-        options = {"speculative_draft_model_path": str(draft), **shape_options(2, 2, 4)}
-    llm = make(target, attention_backend="triton", speculative_algorithm=drafter, **options)
+    llm = make(target, attention_backend="triton", **small_trees(drafter, target, directory))
     worker_of(llm).rounds.sizes = (2,)  # so that forwards are filled up
     return llm
 
@@ -136,8 +125,7 @@ def test_texts_stay_while_drafts_rest_and_come_back(
     worker = worker_of(llm)
     if isinstance(worker.drafter, ModelDrafter):
         assert worker.drafter.stats()["catch_ups"] > 0
-    assert llm.engine.scheduler.flush()
-    assert llm.engine.slots.pages.free_slots == llm.engine.slots.pages.total
+    finished(llm)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -7,22 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draft_rig import make_draft, shape_options
+from draft_rig import finished, small_trees
 from kernel_runs import INTERPRETED
 from tiny import MIN_VOCAB, make_tiny
 
 from sgl_spec import LLM, LogprobParams
-from sgl_spec.engine.cuda import forwards
 from sgl_spec.engine.cuda.forwards import PaddedForward
 from sgl_spec.engine.cuda.graphs import Replayed
 from sgl_spec.engine.cuda.growth import Growth
 from sgl_spec.engine.cuda.worker import DeviceWorker
-from sgl_spec_kernels import tree_attn
 
 # Attention leaves rows that no request owns as the memory was.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value) encountered:RuntimeWarning"
-)
+pytestmark = [
+    pytest.mark.usefixtures("few_shapes"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
+]
 
 PROMPTS = [[7], [40, 41, 42, 9], [40, 41, 42, 11]]
 REGEX = {"temperature": 0.8, "regex": "[a-z]{3,9}", "seed": 3}
@@ -43,28 +42,9 @@ ASKED = [None, LogprobParams(logprob_start_len=0), None]
 DRAFTERS = ("none", "NGRAM", "EAGLE3", "STANDALONE")
 
 
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter is slow."""
-    monkeypatch.setattr(tree_attn, "_PROGRAMS", 8)
-    monkeypatch.setattr(forwards, "ROWS", (12, 64))
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("target"), vocab=MIN_VOCAB)
-
-
-def options_of(drafter: str, target: Path, directory: Path) -> dict[str, Any]:
-    options: dict[str, Any] = {"speculative_verify_whole_trees": True}
-    if drafter == "none":
-        return {}
-    if drafter == "NGRAM":
-        options["speculative_num_draft_tokens"] = 4
-    else:
-        draft = target if drafter == "STANDALONE" else make_draft(drafter, directory, target)
-        options |= {"speculative_draft_model_path": str(draft), **shape_options(2, 2, 4)}
-    return {"speculative_algorithm": drafter, **options}
 
 
 def run(target: Path, kind: str, **options: Any) -> tuple[LLM, list[Any]]:
@@ -105,7 +85,10 @@ def test_texts_are_the_cpu_engines(
         replay(self)
 
     monkeypatch.setattr(Replayed, "run", watched)
-    options = options_of(drafter, target, tmp_path / "draft")
+    options = {}
+    if drafter != "none":
+        options = small_trees(drafter, target, tmp_path / "draft")
+        options["speculative_verify_whole_trees"] = True
     llm, done = run(target, kind, attention_backend="triton", **options)
     assert causal == {True, False}, "forwards of prompts and of trees were filled up"
     assert bool(grown) == (drafter in ("EAGLE3", "STANDALONE"))
@@ -120,5 +103,4 @@ def test_texts_are_the_cpu_engines(
             assert (mine is None) == (theirs is None)
             if mine is not None:
                 assert mine.values == pytest.approx(theirs.values, abs=1e-4)
-    assert llm.engine.scheduler.flush()
-    assert llm.engine.slots.pages.free_slots == llm.engine.slots.pages.total
+    finished(llm)
