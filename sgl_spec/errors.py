@@ -82,7 +82,7 @@ class QueueFullError(SglSpecError):
 
 
 class EngineDeadError(SglSpecError):
-    """The engine process has ended; the server is about to exit."""
+    """The engine process has ended and the server is about to exit; in `LLM`, a step failed."""
 
     status = 503
     type = "ServiceUnavailableError"

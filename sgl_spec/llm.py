@@ -18,7 +18,8 @@ import msgspec
 
 from sgl_spec.args import ServerArgs
 from sgl_spec.engine.engine import Engine
-from sgl_spec.errors import InvalidRequestError, SglSpecError
+from sgl_spec.errors import EngineDeadError, InvalidRequestError, SglSpecError
+from sgl_spec.interrupts import Interrupts
 from sgl_spec.messages import OutputChunk
 from sgl_spec.options import near
 from sgl_spec.request import (
@@ -63,19 +64,27 @@ class LLM:
     are accepted or refused as on the command line.
 
     Calls from several threads wait for each other; give one call several prompts to batch them.
-    The memory is given back by `shutdown`, or at the end of a `with` block.
+    The memory is given back by `shutdown`, or at the end of a `with` block, or when the engine
+    fails.
     """
 
     def __init__(self, model_path: str = "smollm2", **flags: Any) -> None:
         args = ServerArgs.from_keywords(model_path=model_path, **flags)
         self._engine: Engine | None = Engine(args)
+        self._failure = ""  # what broke the engine off
         self._seeds = random.Random(self.engine.args.random_seed)
         self._serial = 0
         self._lock = threading.Lock()
 
     @property
     def engine(self) -> Engine:
-        """What runs the model; a `RuntimeError` after `shutdown`."""
+        """What runs the model; a `RuntimeError` after `shutdown`, an `EngineDeadError` after a
+        step of it failed."""
+        if self._failure:
+            raise EngineDeadError(
+                f"The engine failed in an earlier call ({self._failure}), in the middle of a step, "
+                "and cannot be trusted any more; make another LLM."
+            )
         if self._engine is None:
             raise RuntimeError("This LLM was shut down; make another one.")
         return self._engine
@@ -116,6 +125,10 @@ class LLM:
         seeds are derived as over HTTP). `sampling_params` is another word for it. logprobs: what to
         report of log-probabilities, one for all or one each; None is nothing. Raises
         `InvalidRequestError` before anything runs if a prompt or a field cannot be served.
+
+        Ctrl-C ends the call after the step under way and drops its requests; the next call finds
+        everything in order. An exception within a step ends the engine: every later call is an
+        `EngineDeadError` that tells it.
         """
         if sampling is not None and sampling_params is not None:
             raise InvalidRequestError(
@@ -168,12 +181,36 @@ class LLM:
             raise _too_long(ids, sampling, f"the {pool} that max_total_tokens leaves to a request")
 
     def _run(self, requests: Sequence[TokenizedRequest]) -> dict[str, OutputChunk]:
-        for request in requests:
-            self.engine.submit(request)
         done: dict[str, OutputChunk] = {}
-        while self.engine.has_work:
-            done.update((chunk.rid, chunk) for chunk in self.engine.step() if chunk.finish)
+        with Interrupts() as interrupts:
+            try:
+                for request in requests:
+                    self.engine.submit(request)
+                while self.engine.has_work:
+                    interrupts.deliver()
+                    done.update((chunk.rid, chunk) for chunk in self._step() if chunk.finish)
+            except BaseException:
+                if not self._failure:
+                    self._drop(requests)
+                raise
         return done
+
+    def _step(self) -> list[OutputChunk]:
+        """A step that fails may have moved the KV, penalties or drafts of some requests and not
+        those of others, and a device may be still at it: nothing can be computed from that."""
+        try:
+            return self.engine.step()
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}".removesuffix(": ")
+            self._engine = None
+            raise
+
+    def _drop(self, requests: Sequence[TokenizedRequest]) -> None:
+        """End these requests between two steps; what is under way with them is waited for."""
+        for request in requests:
+            self.engine.abort(request.rid)
+        while self.engine.has_work:
+            self._step()
 
     def _completion(self, request: TokenizedRequest, chunk: OutputChunk) -> Completion:
         finish = chunk.finish
