@@ -1,25 +1,29 @@
 """Rounds that live on the device, in the interpreter: the same texts as the CPU engine's.
 
 A tiny target, batches that are filled up, prompts in chunks, drafts by a head, by a model and by
-the host. On a GPU `tests/gpu` runs the same with graphs and longer texts.
+the host; instead of graphs there are records (`taped`). On a GPU `tests/gpu` runs the same with
+graphs and longer texts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from draft_rig import make_draft, shape_options
+from draft_rig import finished, make_draft, shape_options
 from kernel_runs import INTERPRETED
+from taped import tape
 from tiny import MIN_VOCAB, make_tiny
 
 from sgl_spec import LLM
 from sgl_spec.engine.batch import DecodeBatch
 from sgl_spec.engine.cuda.model_rounds import ModelRounds
-from sgl_spec.engine.cuda.sources import ShapedRounds
 from sgl_spec.engine.cuda.worker import DeviceWorker
+
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 SHARED = [40, 41, 42, 43, 44, 45, 46]
 PROMPTS = [[7], [*SHARED, 9], [*SHARED, 11, 12]]
@@ -56,17 +60,28 @@ def options_of(kind: str, drafts: dict[str, Path]) -> dict[str, Any]:
     }
 
 
-def run(target: Path, sampling: list[dict[str, Any]], **options: Any) -> tuple[LLM, list[Any]]:
-    llm = LLM(
+def make(target: Path, **options: Any) -> LLM:
+    return LLM(
         str(target), max_total_tokens=512, max_running_requests=4, context_length=64, **options
     )
-    worker = llm.engine.scheduler.worker
-    if isinstance(worker, DeviceWorker):
-        worker.rounds.sizes = (4,)  # so that a batch of three is filled up
-        if isinstance(worker.source, ShapedRounds):
-            worker.source.shapes.sizes = (4,)
+
+
+def texts(llm: LLM, sampling: list[dict[str, Any]]) -> list[list[int]]:
     base = {"max_new_tokens": 4, "ignore_eos": True}
-    return llm, llm.generate(PROMPTS, [{**base, **one} for one in sampling])
+    done = llm.generate(PROMPTS, [{**base, **one} for one in sampling])
+    return [one.output_ids for one in done]
+
+
+@pytest.fixture
+def taped(target: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    """Makes engines whose rounds are recorded and replayed, filled up to four requests."""
+
+    def of(**options: Any) -> LLM:
+        llm = make(target, attention_backend="triton", **options)
+        tape(llm, (4,), monkeypatch)
+        return llm
+
+    return of
 
 
 MIXED = [GREEDY, SAMPLED, FILTERED]
@@ -74,7 +89,7 @@ MIXED = [GREEDY, SAMPLED, FILTERED]
 
 @pytest.fixture(scope="module")
 def expected(target: Path) -> list[list[int]]:
-    return [one.output_ids for one in run(target, MIXED)[1]]
+    return texts(make(target), MIXED)
 
 
 @pytest.fixture
@@ -97,55 +112,48 @@ def resting(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     ("kind", "page"), [("none", 1), ("EAGLE3", 4), ("STANDALONE", 1), ("trie", 4), ("device", 4)]
 )
 def test_texts_are_the_cpu_engines(
-    target: Path,
+    taped: Callable[..., LLM],
     drafts: dict[str, Path],
     expected: list[list[int]],
     resting: list[bool],
     kind: str,
     page: int,
 ) -> None:
-    llm, done = run(
-        target,
-        MIXED,
-        attention_backend="triton",
+    llm = taped(
         page_size=page,
         chunked_prefill_size=8,
         speculative_verify_whole_trees=kind != "none",
         **options_of(kind, drafts),
     )
-    assert isinstance(llm.engine.scheduler.worker, DeviceWorker)
-    assert [one.output_ids for one in done] == expected
+    assert texts(llm, MIXED) == expected
     if kind in drafts:
         assert set(resting) == {False, True}, "rounds of both kinds were asked for"
     if kind == "STANDALONE":  # the target drafts for itself
         counters = llm.engine.counters
         assert counters.emitted > counters.verify_ct
-    assert llm.engine.scheduler.flush()
-    assert llm.engine.slots.pages.free_slots == llm.engine.slots.pages.total
+    finished(llm)
 
 
 @INTERPRETED
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-def test_what_the_device_has_read_is_drafted(target: Path, drafts: dict[str, Path]) -> None:
-    options = {"attention_backend": "triton", **options_of("device", drafts)}
-    llm, first = run(target, [GREEDY] * 3, **options)
+def test_what_the_device_has_read_is_drafted(
+    taped: Callable[..., LLM], drafts: dict[str, Path]
+) -> None:
+    llm = taped(**options_of("device", drafts))
+    first = texts(llm, [GREEDY] * 3)
     counters = llm.engine.counters
     emitted, rounds = counters.emitted, counters.verify_ct
-    text = {"max_new_tokens": 4, "ignore_eos": True, **GREEDY}
-    again = llm.generate(PROMPTS, text)
-    assert [one.output_ids for one in again] == [one.output_ids for one in first]
+    assert texts(llm, [GREEDY] * 3) == first
     # A second time each text but its last token is copied: the first token comes with the prompt.
     assert counters.verify_ct - rounds == len(PROMPTS)
     assert counters.emitted - emitted == 3 * len(PROMPTS)
     # Penalties need the host between forwards; it asks the same index.
-    penalised = {**text, "frequency_penalty": 1e-6, "presence_penalty": 1e-6}
+    penalised = {**GREEDY, "frequency_penalty": 1e-6, "presence_penalty": 1e-6}
     emitted, rounds = counters.emitted, counters.verify_ct
-    third = llm.generate(PROMPTS, penalised)
-    assert [one.output_ids for one in third] == [one.output_ids for one in first]
+    assert texts(llm, [penalised] * 3) == first
     assert counters.emitted - emitted > counters.verify_ct - rounds
-    fourth = llm.generate(PROMPTS, text)
-    assert [one.output_ids for one in fourth] == [one.output_ids for one in first]
-    assert llm.engine.scheduler.flush()
+    assert texts(llm, [GREEDY] * 3) == first
+    finished(llm)
     stats = llm.engine.worker.drafter_stats()
     assert stats["index_tokens"] == stats["match_rate"] == 0
 
@@ -154,10 +162,10 @@ def test_what_the_device_has_read_is_drafted(target: Path, drafts: dict[str, Pat
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize("kind", ["device", "EAGLE3"])
 def test_what_sampled_batches_need_is_made_before_they_come(
-    target: Path, drafts: dict[str, Path], expected: list[list[int]], kind: str
+    taped: Callable[..., LLM], drafts: dict[str, Path], expected: list[list[int]], kind: str
 ) -> None:
-    options = {"attention_backend": "triton", **options_of(kind, drafts)}
-    llm, _ = run(target, [GREEDY] * 3, **options)
+    llm = taped(**options_of(kind, drafts))
+    texts(llm, [GREEDY] * 3)
     worker = llm.engine.scheduler.worker
     assert isinstance(worker, DeviceWorker)
     before = len(worker.rounds)
@@ -166,14 +174,13 @@ def test_what_sampled_batches_need_is_made_before_they_come(
     made = len(worker.rounds)
     sizes = 2 if kind == "device" else 1  # with drafts and without
     assert made == before + 2 * sizes, "sampled and filtered"
-    cuts = [one.program.acceptance.cuts for one in worker.rounds._made.values()]
+    made_for = worker.rounds._made.items()
+    cuts = [one.program.acceptance.cuts for key, one in made_for if key[0] != "prefill"]
     spaces = [one.heads.keys.data_ptr() for one in cuts if one is not None]
     assert len(spaces) == sizes
     assert len(set(spaces)) == 1, "rounds run one after the other and share their work space"
     assert worker.follow.heads is worker.parts.heads, "so do batches that the host judges"
-    base = {"max_new_tokens": 4, "ignore_eos": True}
-    done = llm.generate(PROMPTS, [{**base, **one} for one in MIXED])
-    assert [one.output_ids for one in done] == expected
+    assert texts(llm, MIXED) == expected
     assert len(worker.rounds) == made
 
 

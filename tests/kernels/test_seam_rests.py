@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from draft_rig import finished, small_trees
 from kernel_runs import INTERPRETED
+from taped import tape
 from tiny import MIN_VOCAB, make_tiny
 
 from sgl_spec import LLM
@@ -118,6 +119,7 @@ def test_texts_stay_while_drafts_rest_and_come_back(
 
     monkeypatch.setattr(DeviceWorker, "launch", watched)
     llm = drafting(target, drafter, tmp_path / "draft")
+    tape(llm, (2,), monkeypatch)
     clock = Clock(llm, monkeypatch, drafted_s=3.0)
     assert texts(llm) == expected
     assert turns(rounds) >= 2, "rounds on the device come in between"

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from draft_rig import finished, small_trees
 from kernel_runs import INTERPRETED
+from taped import tape
 from tiny import MIN_VOCAB, make_tiny
 
 from sgl_spec import LLM, LogprobParams
 from sgl_spec.engine.cuda.forwards import PaddedForward
 from sgl_spec.engine.cuda.graphs import Replayed
 from sgl_spec.engine.cuda.growth import Growth
-from sgl_spec.engine.cuda.worker import DeviceWorker
 
 # Attention leaves rows that no request owns as the memory was.
 pytestmark = [
@@ -47,19 +47,19 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("target"), vocab=MIN_VOCAB)
 
 
-def run(target: Path, kind: str, **options: Any) -> tuple[LLM, list[Any]]:
-    llm = LLM(
+def make(target: Path, **options: Any) -> LLM:
+    return LLM(
         str(target), max_total_tokens=512, max_running_requests=4, context_length=64, **options
     )
-    worker = llm.engine.scheduler.worker
-    if isinstance(worker, DeviceWorker):
-        worker.rounds.sizes = (4,)  # so that forwards are filled up
-    return llm, llm.generate(PROMPTS, [BASE | one for one in SAMPLING[kind]], ASKED)
+
+
+def texts(llm: LLM, kind: str) -> list[Any]:
+    return llm.generate(PROMPTS, [BASE | one for one in SAMPLING[kind]], ASKED)
 
 
 @pytest.fixture(scope="module")
 def expected(target: Path) -> dict[str, list[Any]]:
-    return {kind: run(target, kind)[1] for kind in SAMPLING}
+    return {kind: texts(make(target), kind) for kind in SAMPLING}
 
 
 @INTERPRETED
@@ -89,7 +89,9 @@ def test_texts_are_the_cpu_engines(
     if drafter != "none":
         options = small_trees(drafter, target, tmp_path / "draft")
         options["speculative_verify_whole_trees"] = True
-    llm, done = run(target, kind, attention_backend="triton", **options)
+    llm = make(target, attention_backend="triton", **options)
+    tape(llm, (4,), monkeypatch)  # so that forwards are filled up
+    done = texts(llm, kind)
     assert causal == {True, False}, "forwards of prompts and of trees were filled up"
     assert bool(grown) == (drafter in ("EAGLE3", "STANDALONE"))
     if drafter == "STANDALONE":  # the target drafts for itself
