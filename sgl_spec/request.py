@@ -17,7 +17,10 @@ MAX_TOP_LOGPROBS = 128
 MAX_LOGPROB_IDS = 1024
 # Bounds a reply: listed alternatives over all reported prompt positions.
 MAX_PROMPT_LOGPROBS = 1 << 21
-SEED_BITS = 53  # of seeds that are drawn: readers of JSON that know doubles alone keep these whole
+# Of seeds that are drawn or derived: readers of JSON that know doubles alone keep these whole.
+SEED_BITS = 53
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+SEED_RANGE = f"a 64-bit signed integer, {MIN_SEED} to {MAX_SEED}"
 MAX_CHOICES = 128  # of one prompt
 GrammarKind = Literal["json_schema", "regex", "ebnf"]
 GRAMMAR_KINDS: tuple[GrammarKind, ...] = ("json_schema", "regex", "ebnf")
@@ -44,7 +47,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     `temperature` 0 is greedy. `top_k` -1 keeps every token. Penalties count as
     `speculative.penalties` tells; `logit_bias` maps token ids to biases. `seed` None means: draw a
-    random one and report it. `speculation` None drafts as much as the server does, False nothing.
+    random one and report it. `stream_interval`: tokens between two chunks of a stream, None for the
+    server's. `speculation` None drafts as much as the server does, False nothing.
     At most one of `json_schema` (text, or the schema itself), `regex` and `ebnf` constrains the
     output; `grammar_field` is the name that messages give it where it is another one. Ranges are
     checked by `check`.
@@ -64,8 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
+    stream_interval: int | None = None
     seed: int | None = None
     speculation: bool | Speculation | None = None
     json_schema: str | dict[str, Any] | None = None
@@ -108,8 +112,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._check_penalties(vocab_size)
         self._check_stops(vocab_size)
         self._check_grammar()
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            _refuse("seed", self.seed, "a 64-bit signed integer")
+        if self.seed is not None and not is_seed(self.seed):
+            _refuse("seed", self.seed, SEED_RANGE)
+        if self.stream_interval is not None:
+            _at_least("stream_interval", self.stream_interval, 1)
         if self.speculation is True:
             _refuse("speculation", True, 'false or {"max_draft_tokens": k}')
         if isinstance(self.speculation, Speculation):
@@ -307,7 +313,8 @@ class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as the engine receives it: ids only, every default resolved, the seed drawn.
 
     `arrival` is wall-clock time (`time.time()`) at the API process. `stream` only changes how often
-    the engine reports (`--stream-interval`). `logprobs` None: none are computed.
+    the engine reports (`sampling.stream_interval`, or else `--stream-interval`). `logprobs` None:
+    none are computed.
     """
 
     rid: str
@@ -318,11 +325,16 @@ class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: LogprobParams | None = None
 
 
+def is_seed(value: int) -> bool:
+    """Whether an integer is in the range of `SamplingParams.seed`."""
+    return MIN_SEED <= value <= MAX_SEED
+
+
 def derive_seed(seed: int, choice: int) -> int:
     """The seed of choice `choice` of a request with n > 1: the seed itself for choice 0.
 
     Others take the finaliser of SplitMix64 (Steele, Lea, Flood 2014) at the `choice`-th step of its
-    counter, cut to 63 bits.
+    counter, cut to `SEED_BITS` bits.
     """
     if choice == 0:
         return seed
@@ -330,7 +342,7 @@ def derive_seed(seed: int, choice: int) -> int:
     z = (seed + choice * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return (z ^ (z >> 31)) >> 1
+    return (z ^ (z >> 31)) >> (64 - SEED_BITS)
 
 
 def check_choices(n: int, where: str) -> None:

@@ -34,9 +34,11 @@ def count_round(
 
 
 def is_due(req: Req, stream_interval: int) -> bool:
-    """Whether a running request reports now: the first token at once, then every so many."""
+    """Whether a running request reports now: the first token at once, then every so many; its own
+    interval goes before the server's, `stream_interval`."""
+    interval = req.sampling.stream_interval or stream_interval
     fresh = req.output_len - req.reported
-    enough = fresh >= stream_interval or (fresh > 0 and req.reported == 0)
+    enough = fresh >= interval or (fresh > 0 and req.reported == 0)
     return req.stream and enough
 
 

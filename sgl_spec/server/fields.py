@@ -1,7 +1,7 @@
 """Strict reading of JSON objects by declarative tables.
 
 A table maps every field name a client may send to a rule: `Use` it, `Refuse` it unless it asks
-for nothing, `Ignore` it because it cannot change the text, or point to where it is at home
+for nothing, `Ignore` it because it only labels the request, or point to where it is at home
 (`Elsewhere`) or to its name here (`Renamed`). Like a name outside the table, these are errors.
 JSON null means "not given" everywhere except inside lists. No value is ever converted.
 """
@@ -40,7 +40,9 @@ class Refuse(msgspec.Struct, frozen=True):
 
 
 class Ignore(msgspec.Struct, frozen=True):
-    """A known field without effect on the text; any value is accepted."""
+    """A known field of which every value of its `kind` asks for nothing: a label, or a hint."""
+
+    kind: Kind
 
 
 class Elsewhere(msgspec.Struct, frozen=True):
@@ -57,6 +59,10 @@ class Renamed(msgspec.Struct, frozen=True):
 
 Rule = Use | Refuse | Ignore | Elsewhere | Renamed
 Table = dict[str, Rule]
+
+# How alike two names are (by `difflib`, at most 1) of which one may be the other misspelt. Another
+# server's field is likelier than a worse slip: "image_data" and "metadata" are alike by 0.67.
+NEAR = 0.8
 
 
 def is_integer(value: object) -> bool:
@@ -91,6 +97,7 @@ BOOLEAN = Kind("true or false", lambda value: isinstance(value, bool))
 STRING = Kind("a string", _is_string)
 OBJECT = Kind("an object", _is_object)
 STRINGS = Kind("a string or a list of strings", lambda v: _is_string(v) or _is_strings(v))
+LABELS = Kind("an object of strings", lambda v: _is_object(v) and _is_strings([*v.values()]))
 OBJECTS = Kind("an object or a list of objects", lambda v: _is_object(v) or list_of(_is_object)(v))
 LIST = Kind("a list", lambda value: isinstance(value, list))
 IDS = Kind("a list of integers", _is_ids)
@@ -162,7 +169,7 @@ def _check_field(name: str, value: Any, table: Table, where: str) -> None:
         )
     if value is None:
         return
-    if isinstance(rule, Use) and not rule.kind.accepts(value):
+    if isinstance(rule, Use | Ignore) and not rule.kind.accepts(value):
         refuse(field, rule.kind.allowed, value)
     if isinstance(rule, Refuse) and not any(_same(value, neutral) for neutral in rule.neutral):
         allowed = " or ".join(["null", *map(preview, rule.neutral)])
@@ -176,7 +183,7 @@ def _check_field(name: str, value: Any, table: Table, where: str) -> None:
 def _hint(name: str, table: Table) -> str:
     """Where a field of a similar name is at home, if there is one that would be kept."""
     kept = [known for known, rule in table.items() if not isinstance(rule, Refuse)]
-    for near in difflib.get_close_matches(name, kept, n=1):
+    for near in difflib.get_close_matches(name, kept, n=1, cutoff=NEAR):
         rule = table[near]
         home = path_of(rule.inside, near) if isinstance(rule, Elsewhere) else near
         return f" Did you mean {preview(home)}?"

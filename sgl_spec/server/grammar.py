@@ -33,13 +33,13 @@ VLLM_GRAMMAR = {
     "structured_outputs": "json_schema, regex or ebnf",
 }
 
-_RESPONSE_FORMAT: Table = {"type": Use(STRING), "json_schema": Use(OBJECT)}
-_JSON_SCHEMA: Table = {
+RESPONSE_FORMAT: Table = {"type": Use(STRING), "json_schema": Use(OBJECT)}
+JSON_SCHEMA: Table = {
     "schema": Use(OBJECT),
     # Output always follows the schema, so there is nothing that "strict" could change.
-    "strict": Use(BOOLEAN),
-    "name": Use(STRING),
-    "description": Ignore(),
+    "strict": Ignore(BOOLEAN),
+    "name": Ignore(STRING),
+    "description": Ignore(STRING),
 }
 _TYPES = '"text", "json_object" or "json_schema"'
 
@@ -67,7 +67,7 @@ def _read_response_format(value: object) -> str | None:
     """The JSON schema that `response_format` asks for, None for plain text."""
     if value is None:
         return None
-    fields = read_object(value, _RESPONSE_FORMAT, "response_format")
+    fields = read_object(value, RESPONSE_FORMAT, "response_format")
     kind, inner = fields["type"], fields["json_schema"]
     if kind not in ("text", "json_object", "json_schema"):
         refuse("response_format.type", _TYPES, kind)
@@ -76,7 +76,7 @@ def _read_response_format(value: object) -> str | None:
             refuse("response_format.type", '"json_schema" where a json_schema is given', kind)
         return '{"type": "object"}' if kind == "json_object" else None
     where = "response_format.json_schema"
-    schema = read_object(inner, _JSON_SCHEMA, where)["schema"]
+    schema = read_object(inner, JSON_SCHEMA, where)["schema"]
     if schema is None:
         refuse(f"{where}.schema", "a JSON schema (an object)", None)
     return schema_text(schema, f"{where}.schema")

@@ -12,6 +12,7 @@ from sgl_spec.request import LogprobParams, check_choices
 from sgl_spec.server.fields import (
     BOOLEAN,
     INTEGER,
+    LABELS,
     LIST,
     OBJECT,
     PROMPTS,
@@ -37,31 +38,18 @@ _SHARED: Table = OPENAI | {
     "stream": Use(BOOLEAN, False),
     "stream_options": Use(OBJECT),
     "response_format": Use(OBJECT),
-    "lora_path": Refuse(("",)),
-    "session_params": Refuse(({},)),
-    "extra_key": Refuse(),
-    "cache_salt": Refuse(),
-    "bootstrap_host": Refuse(),
-    "bootstrap_port": Refuse(),
-    "bootstrap_room": Refuse(),
-    "data_parallel_rank": Refuse((0,)),
-    "return_hidden_states": Refuse((False,)),
-    "return_routed_experts": Refuse((False,)),
-    "return_cached_tokens_details": Refuse((False,)),
     "return_spec_tokens_details": Use(BOOLEAN, False),
-    "return_token_ids": Refuse((False,)),
     "return_meta_info": Use(BOOLEAN, False),
-    # Accounting, routing and order of service; never the text.
-    "user": Ignore(),
-    "metadata": Ignore(),
-    "store": Ignore(),
-    "service_tier": Ignore(),
-    "safety_identifier": Ignore(),
-    "prompt_cache_key": Ignore(),
-    "prompt_cache_retention": Ignore(),
-    "priority": Ignore(),
-    "log_metrics": Ignore(),
-    "custom_labels": Ignore(),
+    "return_prompt_token_ids": Refuse((False,)),
+    "store": Refuse((False,)),
+    "service_tier": Refuse(("auto", "default")),
+    "prompt_cache_retention": Refuse(("in_memory", "in-memory")),
+    "user": Ignore(STRING),
+    "metadata": Ignore(LABELS),
+    "safety_identifier": Ignore(STRING),
+    "prompt_cache_key": Ignore(STRING),
+    "log_metrics": Ignore(BOOLEAN),
+    "custom_labels": Ignore(LABELS),
 }
 COMPLETIONS: Table = _SHARED | {
     "prompt": Use(PROMPTS),
@@ -70,7 +58,6 @@ COMPLETIONS: Table = _SHARED | {
     "rid": Use(STRINGS),
     "logprobs": Use(INTEGER),
     "suffix": Refuse(("",)),
-    "best_of": Refuse((1,)),
 }
 CHAT: Table = _SHARED | {
     "messages": Use(LIST),
@@ -92,16 +79,16 @@ CHAT: Table = _SHARED | {
     "reasoning_effort": Refuse(("none",)),
     "verbosity": Refuse(("medium",)),
     # Read only together with tools, or with reasoning that a parser has found; there is neither.
-    "parallel_tool_calls": Ignore(),
-    "separate_reasoning": Ignore(),
-    "stream_reasoning": Ignore(),
+    "parallel_tool_calls": Ignore(BOOLEAN),
+    "separate_reasoning": Ignore(BOOLEAN),
+    "stream_reasoning": Ignore(BOOLEAN),
     # A guess at the text, which may make it come faster but cannot change it.
-    "prediction": Ignore(),
+    "prediction": Ignore(OBJECT),
 }
 STREAM_OPTIONS: Table = {
     "include_usage": Use(BOOLEAN, False),
     "continuous_usage_stats": Use(BOOLEAN, False),
-    "include_obfuscation": Ignore(),
+    "include_obfuscation": Refuse((False,)),
 }
 CONTENT = Kind("a string or a list of content parts", lambda v: isinstance(v, (str, list)))
 MESSAGE: Table = {
@@ -114,7 +101,7 @@ MESSAGE: Table = {
     "function_call": Refuse(),
     "audio": Refuse(),
     "refusal": Refuse(("",)),
-    "annotations": Ignore(),
+    "annotations": Ignore(LIST),
 }
 # Parameters of the tokenizer's own method; the template must not be given them a second time.
 RESERVED_KWARGS = (

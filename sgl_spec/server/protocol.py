@@ -14,6 +14,7 @@ from sgl_spec.server.fields import (
     BOOLEAN,
     ID_LISTS,
     INTEGER,
+    LABELS,
     OBJECTS,
     STRING,
     STRINGS,
@@ -33,6 +34,7 @@ from sgl_spec.server.logprobs import NativeLogprobs
 from sgl_spec.server.output import Output
 from sgl_spec.server.requests import Asked
 from sgl_spec.server.sampling import NATIVE, client_names, sampling_of
+from sgl_spec.server.unsupported import UNSUPPORTED
 
 FLAGS = Kind(
     "true, false or a list of these", lambda v: BOOLEAN.accepts(v) or list_of(BOOLEAN.accepts)(v)
@@ -41,8 +43,16 @@ INTEGERS = Kind(
     "an integer or a list of integers", lambda v: INTEGER.accepts(v) or list_of(INTEGER.accepts)(v)
 )
 ACTIVITIES = Kind('a list of "CPU" and "GPU"', list_of(STRING.accepts))
+# What to report of log-probabilities; kept only with `return_logprob`.
+LOGPROBS: dict[str, Use] = {
+    "logprob_start_len": Use(INTEGERS, -1),
+    "top_logprobs_num": Use(INTEGERS, 0),
+    "token_ids_logprob": Use(ID_LISTS, ()),
+    "return_text_in_logprobs": Use(BOOLEAN, False),
+}
 GENERATE: Table = {
     **dict.fromkeys(NATIVE, Elsewhere("sampling_params")),
+    **UNSUPPORTED,
     **{name: Renamed(f"sampling_params.{here}") for name, here in VLLM_GRAMMAR.items()},
     "text": Use(STRINGS),
     "prompt": Renamed("text"),
@@ -52,36 +62,11 @@ GENERATE: Table = {
     "stream": Use(BOOLEAN, False),
     "return_prompt_token_ids": Use(BOOLEAN, False),
     "return_logprob": Use(FLAGS, False),
-    "logprob_start_len": Use(INTEGERS, -1),
-    "top_logprobs_num": Use(INTEGERS, 0),
-    "token_ids_logprob": Use(ID_LISTS, ()),
-    "return_text_in_logprobs": Use(BOOLEAN, False),
-    "return_hidden_states": Refuse((False,)),
-    "return_routed_experts": Refuse((False,)),
-    "return_entropy": Refuse((False,)),
-    "return_bytes": Refuse((False,)),
-    "input_embeds": Refuse(),
-    "image_data": Refuse(([],)),
-    "video_data": Refuse(([],)),
-    "audio_data": Refuse(([],)),
-    "modalities": Refuse(([],)),
-    "lora_path": Refuse(("",)),
-    "lora_id": Refuse(),
-    "session_id": Refuse(),
-    "session_params": Refuse(({},)),
-    "custom_logit_processor": Refuse(),
-    "extra_key": Refuse(),
-    "cache_salt": Refuse(),
-    "bootstrap_host": Refuse(),
-    "bootstrap_port": Refuse(),
-    "bootstrap_room": Refuse(),
-    "data_parallel_rank": Refuse((0,)),
-    # Order of service and logging; never the text.
-    "priority": Ignore(),
-    "log_metrics": Ignore(),
-    "no_logs": Ignore(),
-    "conversation_id": Ignore(),
-    "custom_labels": Ignore(),
+    **LOGPROBS,
+    "log_metrics": Ignore(BOOLEAN),
+    "no_logs": Ignore(BOOLEAN),
+    "conversation_id": Ignore(STRING),
+    "custom_labels": Ignore(LABELS),
 }
 PROFILE: Table = {
     "output_dir": Use(STRING),
@@ -94,17 +79,17 @@ PROFILE: Table = {
     "profile_stages": Refuse(),
     "merge_profiles": Refuse((False,)),
     "profile_prefix": Refuse(),
-    "profile_id": Ignore(),
+    "profile_id": Ignore(STRING),
 }
 ABORT: Table = {"rid": Use(STRING, ""), "abort_all": Use(BOOLEAN, False)}
 TOKENIZE: Table = {
-    "model": Ignore(),
+    "model": Use(STRING),
     "prompt": Use(STRINGS),
     "text": Renamed("prompt"),
     "add_special_tokens": Use(BOOLEAN, True),
 }
 DETOKENIZE: Table = {
-    "model": Ignore(),
+    "model": Use(STRING),
     "tokens": Use(ID_LISTS),
     "skip_special_tokens": Use(BOOLEAN, True),
 }
@@ -208,9 +193,7 @@ def _logprobs(fields: dict[str, Any], count: int, batch: bool) -> list[LogprobPa
     shared = not ids or isinstance(ids[0], int)
     ids = [ids] * count if shared else _each("token_ids_logprob", ids, count, batch)
     if not any(wanted):
-        for name, values in (("top_logprobs_num", tops), ("token_ids_logprob", ids)):
-            if any(values):
-                refuse(name, "left out unless return_logprob is true", fields[name])
+        _refuse_logprobs(fields)
     return [
         LogprobParams(
             logprob_start_len=start, top_logprobs_num=top, token_ids_logprob=tuple(tokens)
@@ -219,6 +202,14 @@ def _logprobs(fields: dict[str, Any], count: int, batch: bool) -> list[LogprobPa
         else None
         for want, start, top, tokens in zip(wanted, starts, tops, ids, strict=True)
     ]
+
+
+def _refuse_logprobs(fields: dict[str, Any]) -> None:
+    """Raise for the first field that wants more of log-probabilities than none."""
+    for name, rule in LOGPROBS.items():
+        values = fields[name] if isinstance(fields[name], list) else [fields[name]]
+        if any(value not in (rule.default, []) for value in values):
+            refuse(name, "left out unless return_logprob is true", fields[name])
 
 
 def _each(name: str, value: Any, count: int, batch: bool) -> list[Any]:

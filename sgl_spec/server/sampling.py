@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_spec.errors import InvalidRequestError, preview
-from sgl_spec.request import SamplingParams, Speculation
+from sgl_spec.request import SEED_RANGE, SamplingParams, Speculation, is_seed
 from sgl_spec.server.fields import (
     BOOLEAN,
     IDS,
@@ -16,7 +16,6 @@ from sgl_spec.server.fields import (
     STRINGS,
     Ignore,
     Kind,
-    Refuse,
     Renamed,
     Table,
     Use,
@@ -25,6 +24,7 @@ from sgl_spec.server.fields import (
     path_of,
 )
 from sgl_spec.server.grammar import GRAMMAR, VLLM_GRAMMAR, grammar_of
+from sgl_spec.server.unsupported import UNSUPPORTED
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +52,21 @@ def _is_speculation(value: object) -> bool:
 
 
 BIASES = Kind('an object of numbers by token id, as {"50256": -100}', _is_biases)
+# What no 64-bit integer holds arrives as a double: an integer all the same, if a shortened one.
+SEED = Kind(SEED_RANGE, lambda value: is_integer(value) and is_seed(value))
 SPECULATION = Kind('false or {"max_draft_tokens": k} with an integer k >= 0', _is_speculation)
 
-_RENAMED: Table = {name: Renamed(here) for name, here in VLLM_GRAMMAR.items()}
+_RENAMED: Table = {
+    "include_stop_str_in_output": Renamed("no_stop_trim"),
+    **{name: Renamed(here) for name, here in VLLM_GRAMMAR.items()},
+}
+
+# Fast tokenizers put nothing between special tokens, whatever this says; so it is in SGLang too.
+_IGNORED: Table = {"spaces_between_special_tokens": Ignore(BOOLEAN)}
 
 # `sampling_params` of /generate. The defaults are SGLang's; generation_config has no say here.
 NATIVE: Table = {
+    **UNSUPPORTED,
     "n": Use(INTEGER, 1),
     "max_new_tokens": Use(INTEGER, 128),
     "min_new_tokens": Use(INTEGER, 0),
@@ -74,23 +83,19 @@ NATIVE: Table = {
     "stop_token_ids": Use(IDS, ()),
     "ignore_eos": Use(BOOLEAN, False),
     "skip_special_tokens": Use(BOOLEAN, True),
-    "spaces_between_special_tokens": Use(BOOLEAN, True),
     "no_stop_trim": Use(BOOLEAN, False),
-    "seed": Use(INTEGER),
-    "sampling_seed": Use(INTEGER, target="seed"),
+    "seed": Use(SEED),
+    "sampling_seed": Use(SEED, target="seed"),
+    "stream_interval": Use(INTEGER),
     **GRAMMAR,
     **_RENAMED,
-    "stop_regex": Refuse(("", [])),
-    "beam_width": Refuse((1,)),
-    "structural_tag": Refuse(),
-    "custom_params": Refuse(({},)),
-    "watermark": Refuse((False,)),
-    "stream_interval": Ignore(),
+    **_IGNORED,
 }
 
 # The sampling fields that /v1/completions and /v1/chat/completions share. `temperature`, `top_p`,
 # `top_k`, `min_p` and `repetition_penalty` have no default here: `SamplingDefaults` gives it.
 OPENAI: Table = {
+    **UNSUPPORTED,
     "n": Use(INTEGER, 1),
     "temperature": Use(NUMBER),
     "top_p": Use(NUMBER),
@@ -106,23 +111,20 @@ OPENAI: Table = {
     "stop_token_ids": Use(IDS, ()),
     "ignore_eos": Use(BOOLEAN, False),
     "skip_special_tokens": Use(BOOLEAN, True),
-    "spaces_between_special_tokens": Use(BOOLEAN, True),
     "no_stop_trim": Use(BOOLEAN, False),
-    "seed": Use(INTEGER),
-    "sampling_seed": Use(INTEGER, target="seed"),
+    "seed": Use(SEED),
+    "sampling_seed": Use(SEED, target="seed"),
+    "stream_interval": Use(INTEGER),
     **GRAMMAR,
     **_RENAMED,
-    "stop_regex": Refuse(("", [])),
-    "structural_tag": Refuse(),
-    "custom_params": Refuse(({},)),
-    "custom_logit_processor": Refuse(),
+    **_IGNORED,
 }
 
 SAMPLING_FIELDS = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "speculation"),
     *("stop", "stop_token_ids", "ignore_eos", "no_stop_trim"),
-    *("skip_special_tokens", "spaces_between_special_tokens"),
+    *("skip_special_tokens", "stream_interval"),
 )
 
 OPENAI_DEFAULTS = {

@@ -18,7 +18,12 @@ from sgl_spec.server.frontend import Frontend
 from sgl_spec.server.http import Replies, Run
 from sgl_spec.server.metrics import Metrics
 from sgl_spec.server.model_info import ModelInfo
-from sgl_spec.server.openai_protocol import ChatPrompt, read_chat, read_completions
+from sgl_spec.server.openai_protocol import (
+    ChatPrompt,
+    check_model,
+    read_chat,
+    read_completions,
+)
 from sgl_spec.server.openai_replies import ChatReplies, CompletionReplies
 from sgl_spec.server.output import Output, failure_of, simulation_mark
 from sgl_spec.server.protocol import (
@@ -136,6 +141,7 @@ class Service:
     async def tokenize(self, body: object) -> dict[str, Any]:
         """/tokenize: ids of one text or of several."""
         fields = read_object(body, TOKENIZE)
+        check_model(fields["model"], self.names)
         prompt = fields["prompt"]
         if prompt is None:
             raise InvalidRequestError("prompt is required.", param="prompt")
@@ -152,6 +158,7 @@ class Service:
     def detokenize(self, body: object) -> dict[str, Any]:
         """/detokenize: text of one list of ids or of several."""
         fields = read_object(body, DETOKENIZE)
+        check_model(fields["model"], self.names)
         tokens = fields["tokens"]
         if tokens is None:
             raise InvalidRequestError("tokens is required.", param="tokens")

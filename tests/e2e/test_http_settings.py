@@ -144,6 +144,27 @@ class TestReports:
         assert round(emitted) == tokens - 1, "the token that prefill drew counts nowhere"
 
 
+@pytest.mark.parametrize("route", ["/generate", "/v1/completions"])
+def test_a_stream_may_come_in_longer_chunks(server: Server, route: str) -> None:
+    """Every chunk but the last is a whole interval; chunks that a slow reader is late for may be
+    one, so counts are looked at and not their differences."""
+    own: dict[str, Any] = {"temperature": 0, "stream_interval": 7, "speculation": False}
+    own["ignore_eos"] = True
+    request: dict[str, Any] = {"stream": True}
+    if route == "/generate":
+        request |= {"text": PROMPT, "sampling_params": own | {"max_new_tokens": 40}}
+    else:
+        usage = {"include_usage": True, "continuous_usage_stats": True}
+        request |= own | {"prompt": PROMPT, "max_tokens": 40, "stream_options": usage}
+    events = stream_events(server, request, route)
+    tokens = {
+        (event["meta_info"] if route == "/generate" else event["usage"])["completion_tokens"]
+        for event in events
+    }
+    assert tokens <= {1, 8, 15, 22, 29, 36, 40}
+    assert len(tokens) > 3
+
+
 def test_one_request_without_drafts_among_others_that_have_them(server: Server, solo: Solo) -> None:
     """Texts are the same whatever each may draft, and the figures tell who drafted."""
     base: dict[str, Any] = {"temperature": 0, "max_new_tokens": 120, "ignore_eos": True}

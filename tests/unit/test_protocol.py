@@ -15,6 +15,7 @@ from sgl_spec.errors import InvalidRequestError, NotFoundError
 from sgl_spec.request import MAX_CHOICES, SamplingParams
 from sgl_spec.server.fields import (
     INTEGER,
+    STRING,
     STRINGS,
     Elsewhere,
     Ignore,
@@ -37,11 +38,11 @@ class TestReadObject:
         "stop": Use(STRINGS),
         "penalty": Refuse((0,)),
         "flag": Refuse((False,)),
-        "user": Ignore(),
+        "user": Ignore(STRING),
     }
 
     def test_defaults_and_null(self) -> None:
-        body = {"count": None, "stop": None, "penalty": None, "user": {"any": 1}}
+        body = {"count": None, "stop": None, "penalty": None, "user": "any"}
         assert read_object(body, self.TABLE) == {"count": 5, "stop": None}
 
     def test_two_names_of_one_value_must_agree(self) -> None:
@@ -88,6 +89,7 @@ def test_sampling_tables_cover_every_parameter() -> None:
 
 GOOD = {"text": "hello"}
 SETTINGS = [name for name, rule in NATIVE.items() if not isinstance(rule, Renamed)]
+AT_HOME = [name for name, rule in GENERATE.items() if isinstance(rule, Elsewhere)]
 BAD_GENERATE: list[tuple[dict[str, Any], str]] = [
     ({}, "Either text or input_ids should be provided"),
     ({"text": "a", "input_ids": [1]}, "text and input_ids cannot both be given"),
@@ -145,6 +147,9 @@ BAD_GENERATE: list[tuple[dict[str, Any], str]] = [
     (GOOD | {"token_ids_logprob": [1]}, "token_ids_logprob must be left out unless"),
     (GOOD | {"token_ids_logprob": [[1]], "return_logprob": True}, "token_ids_logprob must hold"),
     (GOOD | {"logprob_start_len": "0"}, "logprob_start_len must be an integer or a list"),
+    (GOOD | {"logprob_start_len": 0}, "logprob_start_len must be left out unless return_logprob"),
+    (GOOD | {"return_text_in_logprobs": True}, "return_text_in_logprobs must be left out unless"),
+    ({"text": ["a", "b"], "top_logprobs_num": [0, 2]}, r"top_logprobs_num must be .*got \[0,2\]"),
     (GOOD | {"return_text_in_logprobs": 1}, "return_text_in_logprobs must be true or false"),
     (GOOD | {"lora_path": "x"}, "lora_path is not supported"),
     (GOOD | {"image_data": "x"}, "image_data is not supported"),
@@ -168,7 +173,12 @@ def test_generate_refuses(body: dict[str, Any], message: str) -> None:
     assert caught.value.param is not None
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_is_at_home_in_sampling_params() -> None:
+    assert {name for name, rule in NATIVE.items() if not isinstance(rule, Refuse)} >= {*AT_HOME}
+    assert {name for name, rule in NATIVE.items() if isinstance(rule, Use)} <= {*AT_HOME}
+
+
+@pytest.mark.parametrize("name", AT_HOME)
 def test_generate_tells_where_sampling_fields_belong(name: str) -> None:
     message = f'Unknown field "{name}": it belongs inside sampling_params.'
     for value in (None, False):

@@ -345,8 +345,30 @@ def test_asking_natively() -> None:
     assert asked.logprobs == LogprobParams(
         logprob_start_len=0, top_logprobs_num=2, token_ids_logprob=(3, 4)
     )
-    (silent,) = read_generate({"text": "a", "logprob_start_len": 0}).asked
+
+
+def test_how_to_report_is_kept_or_refused() -> None:
+    """Without `return_logprob` the other fields stand at their defaults, as clients send them."""
+    nothing = {
+        "logprob_start_len": -1,
+        "top_logprobs_num": 0,
+        "token_ids_logprob": [],
+        "return_text_in_logprobs": False,
+    }
+    (silent,) = read_generate({"text": "a", "return_logprob": False} | nothing).asked
     assert silent.logprobs is None
+    for name, value in {
+        "logprob_start_len": 0,
+        "top_logprobs_num": 3,
+        "token_ids_logprob": [1],
+        "return_text_in_logprobs": True,
+    }.items():
+        for said in ({}, {"return_logprob": False}):
+            with pytest.raises(InvalidRequestError) as caught:
+                read_generate({"text": "a"} | said | {name: value})
+            assert caught.value.param == name
+            assert "must be left out unless return_logprob is true" in caught.value.message
+        assert read_generate({"text": "a", "return_logprob": True, name: value})
 
 
 def test_asking_for_a_batch() -> None:

@@ -1,10 +1,12 @@
-"""Where a request ends within the tokens it is given."""
+"""Where a request ends within the tokens it is given, and when it reports them."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_spec.engine.replies import chunk_of, is_due
 from sgl_spec.engine.req import Req, make_req
 from sgl_spec.request import SamplingParams, TokenizedRequest
 from sgl_spec.text import StopMatcher
@@ -47,3 +49,26 @@ def test_the_short_way_ends_where_the_long_one_does(
         assert (short.ids, short.finish) == (long.ids, long.finish)
         if long.finish is not None:
             break
+
+
+@pytest.mark.parametrize(
+    ("own", "server", "sizes"),
+    [
+        (None, 3, [1, 3, 3, 3]),
+        (2, 3, [1, 2, 2, 2, 2, 2]),
+        (5, 3, [1, 5, 5]),
+        (1, 3, [1] * 12),
+    ],
+)
+def test_a_requests_own_stream_interval_goes_first(
+    own: int | None, server: int, sizes: list[int]
+) -> None:
+    """Shorter than the server's or longer; the first token comes at once in any case."""
+    sampling = SamplingParams(max_new_tokens=100, stream_interval=own)
+    asked = TokenizedRequest(rid="r", input_ids=[9, 9], sampling=sampling, stream=True)
+    req, found = make_req(asked, [0], None), []
+    for token in range(1, 13):
+        req.append([token])
+        if is_due(req, server):
+            found.append(len(chunk_of(req).ids))
+    assert found == sizes
