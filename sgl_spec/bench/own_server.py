@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sgl_spec.args import ServerArgs
 from sgl_spec.errors import ConfigError
+from sgl_spec.options import convert, declared
 
 HOST = "127.0.0.1"
 _ENTRY = "from sgl_spec.server.launch import main; main()"
@@ -50,13 +52,13 @@ class OwnServer:
 def own_server(flags: Sequence[str], timeout_s: float = 600.0) -> Iterator[OwnServer]:
     """Serve with `flags` (those of the command line; the port is found unless given).
 
-    Raises `ConfigError` with the end of its log if it ends or is not ready within `timeout_s`. A
-    SIGTERM meanwhile ends it too, at once.
+    Raises `ConfigError` for a port that cannot be had, and with the end of its log if it ends or is
+    not ready within `timeout_s`. A SIGTERM meanwhile ends it too, at once.
     """
+    command, port = _command(flags)
     before_signal = signal.signal(signal.SIGTERM, _leave)
     with tempfile.TemporaryDirectory(prefix="sgl-spec-bench-") as directory:
         log = Path(directory) / "server.log"
-        command, port = _command(flags)
         before, start = _cache_entries(), time.perf_counter()
         with log.open("wb") as out:
             process = subprocess.Popen(
@@ -99,10 +101,9 @@ def _command(flags: Sequence[str]) -> tuple[list[str], int]:
     if given:
         last = flags[given[-1]]
         text = last.partition("=")[2] if "=" in last else " ".join(flags[given[-1] + 1 :][:1])
-        if not text.isdecimal():
-            raise ConfigError(f"--port must be an integer, got {text!r}.")
-        _require_silence(int(text))
-        return command, int(text)
+        port = convert(declared(ServerArgs)["port"], text)
+        _require_silence(port)
+        return command, port
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port = int(probe.getsockname()[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 from typing import Any
 
@@ -191,6 +192,17 @@ def test_a_port_that_answers_is_not_ours() -> None:
             own_server(["--model-path", "smollm2", "--port", str(port)]),
         ):
             pass
+
+
+@pytest.mark.parametrize("given", [["--port", "70000"], ["--port=0"], ["--port", "x"], ["--port"]])
+def test_a_port_that_there_is_not(given: list[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.raises(ConfigError, match="--port must be an integer from 1 to 65535, got "),
+        own_server(["--model-path", "smollm2", *given]),
+    ):
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_prompts_and_levels(tmp_path: Any) -> None:
