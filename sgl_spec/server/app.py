@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
@@ -30,6 +32,13 @@ from sgl_spec.server.service import Service
 
 # Nobody reads it, but the log shows it.
 CLIENT_GONE_STATUS = 499
+# Pages of every origin may call, as in SGLang. No cookie means anything here, only the key does.
+ANY_PAGE: dict[str, Any] = {
+    "allow_origins": ["*"],
+    "allow_credentials": True,
+    "allow_methods": ["*"],
+    "allow_headers": ["*"],
+}
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _ROOT = f"""sgl-spec {sgl_spec.__version__}
@@ -240,4 +249,6 @@ def build_app(state: ServerState, api_key: str | None) -> FastAPI:
     app.add_exception_handler(Exception, _on_bug)
     if api_key is not None:
         app.add_middleware(ApiKey, key=api_key)
+    # Around the key: browsers ask what is allowed without it, and hide a 401 that does not allow.
+    app.add_middleware(CORSMiddleware, **ANY_PAGE)
     return app

@@ -28,9 +28,11 @@ from sgl_spec.server.fields import (
     refuse,
 )
 from sgl_spec.server.requests import Asked
-from sgl_spec.server.sampling import OPENAI, SamplingDefaults, client_names, sampling_of
+from sgl_spec.server.sampling import OPENAI, SamplingDefaults, sampling_of
 
 MAX_OPENAI_LOGPROBS = 20
+# What both routes call fields of `SamplingParams` that have another name there.
+NAMES = {"min_new_tokens": "min_tokens"}
 
 # Known to both routes beside the sampling fields.
 _SHARED: Table = OPENAI | {
@@ -174,8 +176,7 @@ def read_completions(
     logprobs = None
     if fields["logprobs"] is not None:
         logprobs = _logprobs("logprobs", fields["logprobs"], start=0 if fields["echo"] else -1)
-    names = {"max_new_tokens": "max_tokens", "top_logprobs_num": "logprobs"}
-    names |= _names(body)
+    names = NAMES | {"max_new_tokens": "max_tokens", "top_logprobs_num": "logprobs"}
     asked = [
         _ask(one, f"prompt[{i}]" if batch else "prompt", fields, names, logprobs)
         for i, one in enumerate(prompts)
@@ -204,14 +205,9 @@ def read_chat(
     logprobs = _logprobs("top_logprobs", fields["top_logprobs"], start=-1)
     if logprobs.top_logprobs_num and not fields["logprobs"]:
         refuse("top_logprobs", "0 or left out unless logprobs is true", fields["top_logprobs"])
-    names = {"max_new_tokens": budget, "top_logprobs_num": "top_logprobs"} | _names(body)
+    names = NAMES | {"max_new_tokens": budget, "top_logprobs_num": "top_logprobs"}
     asked = _ask(text, "messages", fields, names, logprobs if fields["logprobs"] else None)
     return _call(fields, [msgspec.structs.replace(asked, add_special_tokens=False)], None)
-
-
-def _names(body: object) -> dict[str, str]:
-    assert isinstance(body, dict)
-    return {"min_new_tokens": "min_tokens"} | client_names(body)
 
 
 def _logprobs(name: str, top: int, start: int) -> LogprobParams:

@@ -26,6 +26,7 @@ from sgl_spec.server.fields import (
     Table,
     Use,
     list_of,
+    path_of,
     read_object,
     refuse,
 )
@@ -33,7 +34,7 @@ from sgl_spec.server.grammar import VLLM_GRAMMAR
 from sgl_spec.server.logprobs import NativeLogprobs
 from sgl_spec.server.output import Output
 from sgl_spec.server.requests import Asked
-from sgl_spec.server.sampling import NATIVE, client_names, sampling_of
+from sgl_spec.server.sampling import NATIVE, SAMPLING_FIELDS, sampling_of
 from sgl_spec.server.unsupported import UNSUPPORTED
 
 FLAGS = Kind(
@@ -158,7 +159,7 @@ def _prompts(fields: dict[str, Any]) -> tuple[str, list[Any], bool]:
 
 
 class _Sampling(msgspec.Struct, frozen=True):
-    """Read `sampling_params`: the fields of `SamplingParams`, and what the client calls them."""
+    """Read `sampling_params`: the fields of `SamplingParams`, and where the client has them."""
 
     fields: dict[str, Any]
     names: dict[str, str]
@@ -180,7 +181,8 @@ def _samplings(value: Any, count: int, batch: bool) -> list[_Sampling]:
 def _sampling(value: dict[str, Any], where: str) -> _Sampling:
     read = read_object(value, NATIVE, where)
     check_choices(read["n"], f"{where}.n")
-    return _Sampling(sampling_of(read, where), client_names(value, where), read["n"])
+    names = {name: path_of(where, name) for name in SAMPLING_FIELDS}
+    return _Sampling(sampling_of(read, where), names, read["n"])
 
 
 def _logprobs(fields: dict[str, Any], count: int, batch: bool) -> list[LogprobParams | None]:

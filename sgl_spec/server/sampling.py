@@ -21,7 +21,6 @@ from sgl_spec.server.fields import (
     Use,
     is_integer,
     is_number,
-    path_of,
 )
 from sgl_spec.server.grammar import GRAMMAR, VLLM_GRAMMAR, grammar_of
 from sgl_spec.server.unsupported import UNSUPPORTED
@@ -186,14 +185,6 @@ class SamplingDefaults:
         """`fields` with the defaults where they are None."""
         absent = {name: value for name, value in self.values.items() if fields[name] is None}
         return fields | absent
-
-
-def client_names(sent: Mapping[str, Any], where: str = "") -> dict[str, str]:
-    """What the client calls the fields of `SamplingParams` where that is not their own name. sent:
-    the object that held them, at `where` in the request."""
-    other = sent.get("sampling_seed") is not None and sent.get("seed") is None
-    names = {name: path_of(where, name) for name in SAMPLING_FIELDS} if where else {}
-    return names | ({"seed": path_of(where, "sampling_seed")} if other else {})
 
 
 def sampling_of(fields: Mapping[str, Any], where: str = "") -> dict[str, Any]:

@@ -105,7 +105,7 @@ FAULTS: list[tuple[str, dict[str, Any], str, str]] = [
         "generate",
         {**ONE, "sampling_params": {"sampling_seed": 2**63}},
         "sampling_params.sampling_seed",
-        "64-bit signed integer, got 9223372036854775808.",
+        "-9223372036854775808 to 9223372036854775807, got 9223372036854775808.",
     ),
     ("completions", {"prompt": "a", "sampling_seed": 2**63}, "sampling_seed", "64-bit"),
     ("completions", {"prompt": "a", "seed": 2**63}, "seed", "64-bit"),
