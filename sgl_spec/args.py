@@ -2,7 +2,8 @@
 command line, checks, help and docs/flags.md follow.
 
 `ServerArgs` is what the user said; `resolve()` returns a new object in which everything that is
-decided before the model is seen is decided, or raises `ConfigError` with one sentence.
+decided before the model is seen is decided, or raises `ConfigError` with a sentence for each
+contradiction.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import dataclasses
 import logging
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sgl_spec import __version__
-from sgl_spec.contradictions import contradiction
+from sgl_spec.contradictions import contradictions
 from sgl_spec.draft_shape import (
     DRAFT_TOKENS,
     EMBEDDED_DRAFTS,
@@ -31,14 +32,28 @@ from sgl_spec.draft_shape import (
     tree_nodes,
 )
 from sgl_spec.errors import ConfigError
-from sgl_spec.options import build_parser, convert, declared, flag_table, gather, raise_all
+from sgl_spec.options import (
+    build_parser,
+    convert,
+    declared,
+    drop_faulty,
+    flag_table,
+    gather,
+    raise_all,
+)
 from sgl_spec.serving_options import (
     CHUNK_TOKENS,
     CHUNK_TOKENS_CUDA,
     RUNNING_REQUESTS,
     RUNNING_REQUESTS_WITH_SPECULATION,
 )
-from sgl_spec.sglang_flags import foreign_tables, read_foreign, take_foreign, unknown_keyword
+from sgl_spec.sglang_flags import (
+    foreign_tables,
+    read_foreign,
+    read_keywords,
+    split_foreign,
+    unknown_keyword,
+)
 from sgl_spec.speculation_options import SpeculationOptions
 from sgl_spec.without_effect import overruled, unused
 
@@ -55,8 +70,7 @@ class ServerArgs(SpeculationOptions):
 
         def __new__(cls, **given: Any) -> ServerArgs:
             """Refuse unknown keywords with a suggestion, before the generated `__init__` would."""
-            for name in given.keys() - cls.__dataclass_fields__.keys():
-                raise unknown_keyword(name, declared(ServerArgs))
+            raise_all(_unknown(given))
             return super().__new__(cls)
 
     without_effect: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
@@ -75,32 +89,56 @@ class ServerArgs(SpeculationOptions):
     @classmethod
     def from_cli(cls, argv: Sequence[str]) -> ServerArgs:
         """Parse `argv` (without the program name); `ConfigError` has a line for each flag that is
-        unknown, not supported or has a value that is not allowed.
+        unknown, not supported or has a value that is not allowed, and for what cannot work among
+        the others.
 
         --help and --version print and exit as argparse does.
         """
         options = declared(cls)
         parser = build_parser(options, "sgl-spec", _ABOUT, __version__)
-        known, leftover = parser.parse_known_args(list(argv))
         refused: list[ConfigError] = []
+        try:
+            known, leftover = parser.parse_known_args(drop_faulty(argv, options, refused))
+        except ConfigError as error:
+            raise_all([*refused, error])
+            raise
         notes: list[str] = []
         with gather(refused):
             notes = read_foreign(leftover, options)
-        if "model_path" not in known:
-            known.model_path = EMBEDDED_MODEL  # for what the other flags have to say
+        if "model_path" not in known and all(error.param != "model_path" for error in refused):
             message = "--model-path is required: smollm2, a directory or a hub id."
-            refused.append(ConfigError(message))
-        with gather(refused):
-            made = cls(**vars(known), without_effect=tuple(notes))
-        raise_all(refused)
-        return made
+            refused.append(ConfigError(message, param="model_path"))
+        return cls._made(vars(known), notes, refused)
 
     @classmethod
     def from_keywords(cls, **given: Any) -> ServerArgs:
         """The options by field name, among which SGLang's other flags may stand as on the command
         line; `ConfigError` as in `from_cli`."""
-        own, notes = take_foreign(given, declared(cls))
-        return cls(**own, without_effect=tuple(notes))
+        options = declared(cls)
+        refused: list[ConfigError] = []
+        notes: list[str] = []
+        own, foreign = split_foreign(given, options)
+        with gather(refused):
+            notes = read_keywords(foreign, options)
+        refused += _unknown(own)
+        return cls._made({k: v for k, v in own.items() if k in options}, notes, refused)
+
+    @classmethod
+    def _made(
+        cls, given: Mapping[str, Any], notes: Sequence[str], refused: list[ConfigError]
+    ) -> ServerArgs:
+        """An object of these options, or all that is `refused`: before, of their values, and of
+        what they say beside each other."""
+        options, typed = declared(cls), {}
+        for name, value in given.items():
+            with gather(refused):
+                typed[name] = convert(options[name], value)
+        made = cls(**({"model_path": EMBEDDED_MODEL} | typed), without_effect=tuple(notes))
+        if refused:
+            unsound = [error.param for error in refused if error.param is not None]
+            refused += map(ConfigError, contradictions(made, unsound))
+            raise_all(refused)
+        return made
 
     def resolve(self) -> ResolvedArgs:
         """A new object with what was left open filled in; `ConfigError` on a contradiction.
@@ -112,9 +150,7 @@ class ServerArgs(SpeculationOptions):
         `speculative_algorithm`.
         Resolving a resolved object changes nothing.
         """
-        refusal = contradiction(self)
-        if refusal is not None:
-            raise ConfigError(refusal)
+        raise_all([ConfigError(sentence) for sentence in contradictions(self)])
         notes = (*self.without_effect, *unused(self), *overruled(self))
         fresh = [note for note in notes if note not in self.logged]
         for note in fresh:
@@ -180,6 +216,12 @@ class ResolvedArgs(ServerArgs):
     def sampled_shape(self) -> SampledShape | None:
         """The shape of trees whose tokens are sampled; None where the drafter chooses its trees."""
         return sampled_shape(self)
+
+
+def _unknown(given: Iterable[str]) -> list[ConfigError]:
+    """The errors for keywords that `ServerArgs` does not have."""
+    names = [name for name in given if name not in ServerArgs.__dataclass_fields__]
+    return [unknown_keyword(name, declared(ServerArgs)) for name in names]
 
 
 def _decide(args: ServerArgs) -> dict[str, Any]:

@@ -1,8 +1,10 @@
-"""Combinations of options that cannot work together: one pure function each, first one wins."""
+"""Combinations of options that cannot work together: one pure function each."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, cast
 
 from sgl_spec.draft_shape import (
     EMBEDDED_DRAFTS,
@@ -17,7 +19,7 @@ from sgl_spec.draft_shape import (
     sampling_flag,
     tree_nodes,
 )
-from sgl_spec.options import flag_of, is_given, near
+from sgl_spec.options import SoundOptions, Unsound, flag_of, is_given, near
 
 if TYPE_CHECKING:
     from sgl_spec.args import ServerArgs
@@ -45,13 +47,19 @@ THRESHOLD_OPTIONS = (
 GRAPH_SIZES = ("cuda_graph_max_bs", "cuda_graph_bs")
 
 
-def contradiction(args: ServerArgs) -> str | None:
-    """The sentence for the first thing that cannot work, or None."""
+def contradictions(args: ServerArgs, unsound: Collection[str] = ()) -> list[str]:
+    """The sentences for what cannot work. unsound: options that stand refused already. A check is
+    left out if it reads one of these, or an option that an earlier check spoke of: what it says
+    may no longer be true once that is mended."""
+    found, sound = [], SoundOptions(args, unsound)
     for check in _CHECKS:
-        refusal = check(args)
-        if refusal is not None:
-            return refusal
-    return None
+        sound.read.clear()
+        with contextlib.suppress(Unsound):
+            refusal = check(cast("ServerArgs", sound))
+            if refusal is not None:
+                found.append(refusal)
+                sound.refuse_read()
+    return found
 
 
 def _no_gpu(args: ServerArgs) -> str | None:
@@ -89,26 +97,28 @@ def _algorithm(args: ServerArgs) -> str | None:
 def _model_options(args: ServerArgs) -> str | None:
     if args.speculative_algorithm != "NGRAM":
         return None
-    for name in MODEL_DRAFTER_OPTIONS:
-        if is_given(args, name):
-            return (
-                f"{flag_of(name)} {getattr(args, name)} cannot be used with "
-                "--speculative-algorithm NGRAM, which has no draft model; leave it out."
-            )
-    return None
+    return _lines(
+        f"{flag_of(name)} {getattr(args, name)} cannot be used with "
+        "--speculative-algorithm NGRAM, which has no draft model; leave it out."
+        for name in MODEL_DRAFTER_OPTIONS
+        if is_given(args, name)
+    )
+
+
+def _lines(sentences: Iterable[str]) -> str | None:
+    return "\n".join(sentences) or None
 
 
 def _ngram_options(args: ServerArgs) -> str | None:
     if args.speculative_algorithm not in MODEL_DRAFTERS:
         return None
-    for name in type(args).__dataclass_fields__:
-        if name.startswith("speculative_ngram_") and is_given(args, name):
-            return (
-                f"{flag_of(name)} {getattr(args, name)} cannot be used with "
-                f"--speculative-algorithm {args.speculative_algorithm}, which matches no n-grams; "
-                "leave it out."
-            )
-    return None
+    return _lines(
+        f"{flag_of(name)} {getattr(args, name)} cannot be used with "
+        f"--speculative-algorithm {args.speculative_algorithm}, which matches no n-grams; "
+        "leave it out."
+        for name in args.__dataclass_fields__
+        if name.startswith("speculative_ngram_") and is_given(args, name)
+    )
 
 
 _TRIE_OPTIONS = tuple(
@@ -312,7 +322,9 @@ def _pool(args: ServerArgs) -> str | None:
     needed = -(-(2 + 2 * most) // args.page_size) * args.page_size
     if args.max_total_tokens >= needed:
         return None
-    rows = f"{nodes} tree nodes" if most == nodes else f"{most} rows of draft steps"
+    rows = f"{nodes} tree node{'s' * (nodes > 1)}"
+    if most > nodes:
+        rows = f"{most} rows of draft steps"
     return (
         f"--max-total-tokens must be at least {needed} to hold one request with {rows} "
         f"at --page-size {args.page_size}, got {args.max_total_tokens}."

@@ -141,7 +141,37 @@ def flag_of(name: str) -> str:
 
 def is_given(made: Any, name: str) -> bool:
     """Whether an option of this object has another value than its default."""
-    return bool(getattr(made, name) != type(made).__dataclass_fields__[name].default)
+    return bool(getattr(made, name) != made.__dataclass_fields__[name].default)
+
+
+class Unsound(Exception):
+    """A check has read an option that already stands refused."""
+
+
+class SoundOptions:
+    """The options of an object, some of which stand refused: reading one of these is `Unsound`.
+
+    read: the options that were read since it was emptied.
+    """
+
+    def __init__(self, made: Any, unsound: Iterable[str]) -> None:
+        self._made = made
+        self._options = declared(type(made))
+        self.unsound = set(unsound)
+        self.read: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.unsound:
+            raise Unsound(name)
+        if name in self._options:
+            self.read.add(name)
+        return getattr(self._made, name)
+
+    def refuse_read(self) -> None:
+        """What a refusal has read, as far as somebody gave it, stands refused."""
+        options = [self._options[name] for name in self.read]
+        given = [opt for opt in options if not opt.required and is_given(self._made, opt.name)]
+        self.unsound |= {opt.name for opt in given}
 
 
 def declared(owner: type) -> dict[str, Declared]:
@@ -247,6 +277,32 @@ def near(word: str, known: Iterable[str]) -> str:
     longer = [entry for entry in pool if entry.startswith(word)]
     match = difflib.get_close_matches(word, pool, n=1, cutoff=0.7) or longer[:1]
     return f" (did you mean {match[0]}?)" if match else ""
+
+
+def drop_faulty(
+    argv: Sequence[str], options: Mapping[str, Declared], refused: list[ConfigError]
+) -> list[str]:
+    """The arguments without flags that lack their value and switches that were given one, of which
+    the parser would tell the first alone; they are `refused`."""
+    by_flag = {flag: opt for opt in options.values() for flag in opt.flags}
+    kept = []
+    for token, behind in zip(argv, [*argv, "--"][1:], strict=True):
+        flag, stuck, value = token.partition("=")
+        opt = by_flag.get(flag)
+        fault = opt and _fault(opt, value if stuck else None, behind)
+        if opt is None or fault is None:
+            kept.append(token)
+        else:
+            refused.append(ConfigError(f"{opt.flags[0]} {fault}.", param=opt.name))
+    return kept
+
+
+def _fault(opt: Declared, value: str | None, behind: str) -> str | None:
+    """What is wrong between a flag and its value. value: the one behind its "="."""
+    if opt.kind is bool:
+        return None if value is None else f"is a switch and takes no value, got {value!r}"
+    lacks = value is None and behind.startswith("--") and " " not in behind
+    return "needs a value and none was given" if lacks else None
 
 
 class _Parser(argparse.ArgumentParser):

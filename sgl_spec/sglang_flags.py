@@ -213,17 +213,29 @@ def read_foreign(leftover: Sequence[str], own: Mapping[str, Declared]) -> list[s
     return _all_or_none([_Given(flag, values) for flag, values in split_unknown(leftover)], own)
 
 
-def take_foreign(
+def split_foreign(
     given: Mapping[str, Any], own: Mapping[str, Declared]
-) -> tuple[dict[str, Any], list[str]]:
-    """The keywords without those of SGLang's flags, and sentences for the log about these.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keywords without those of SGLang's flags, and these."""
+    foreign = {
+        name: value
+        for name, value in given.items()
+        if name not in own and lookup_foreign(flag_of(name))
+    }
+    return {name: value for name, value in given.items() if name not in foreign}, foreign
 
-    None and False ask for nothing, as an absent flag does. `ConfigError` as in `read_foreign`.
+
+def read_keywords(foreign: Mapping[str, Any], own: Mapping[str, Declared]) -> list[str]:
+    """Sentences for the log about SGLang's flags as keywords; `ConfigError` as in `read_foreign`.
+
+    None and False ask for nothing, as an absent flag does.
     """
-    foreign = [name for name in given if name not in own and lookup_foreign(flag_of(name))]
-    rest = {name: value for name, value in given.items() if name not in foreign}
-    asked = [_Given(flag_of(n), _words(given[n])) for n in foreign if given[n] not in (None, False)]
-    return rest, _all_or_none(asked, own)
+    asked = [
+        _Given(flag_of(name), _words(value))
+        for name, value in foreign.items()
+        if value is not None and value is not False
+    ]
+    return _all_or_none(asked, own)
 
 
 @dataclass(frozen=True)

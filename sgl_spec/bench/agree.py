@@ -24,7 +24,7 @@ import torch
 from sgl_spec.args import ServerArgs
 from sgl_spec.bench.accept import CHAT, TASKS, questions
 from sgl_spec.bench.report import provenance, say, table, write_row
-from sgl_spec.contradictions import contradiction
+from sgl_spec.contradictions import contradictions
 from sgl_spec.errors import ConfigError
 from sgl_spec.llm import LLM, Completion
 from sgl_spec.request import LogprobParams
@@ -112,9 +112,9 @@ class AgreeBench:
             if name in self.flags:
                 raise ConfigError("agree takes drafters from --drafters.")
         for drafter in options.drafters:
-            refusal = contradiction(ServerArgs(**self._drafting(drafter)))
-            if refusal is not None:
-                raise ConfigError(f"--drafters {drafter}: {refusal}")
+            refusals = contradictions(ServerArgs(**self._drafting(drafter)))
+            if refusals:
+                raise ConfigError(f"--drafters {drafter}: {' '.join(refusals)}")
         self.prompts: list[list[int]] = []
         self.facts: dict[str, Any] = {
             "model_path": self.flags["model_path"],

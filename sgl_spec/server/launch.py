@@ -15,6 +15,7 @@ from sgl_spec.errors import ConfigError
 from sgl_spec.server.lifecycle import EXIT_CONFIG, Server
 from sgl_spec.server.logs import configure_logging
 from sgl_spec.server.processes import ENGINE_ENTRY
+from sgl_spec.server.tokenizer import require_template
 
 BACKLOG = 2048
 
@@ -33,6 +34,8 @@ def run(argv: Sequence[str], entry: str = ENGINE_ENTRY) -> int:
         asked = ServerArgs.from_cli(argv)
         configure_logging(asked.log_level, "api")
         args = asked.resolve()
+        if args.chat_template is not None:
+            require_template(args.chat_template)  # now, not when the model has been loaded
         with (
             listen(args.host, args.port) as listener,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,

@@ -108,6 +108,11 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def require_template(value: str) -> None:
+    """`ConfigError` unless this value of --chat-template is one, or a file that holds one."""
+    ChatTemplate({"default": _given_template(value)}, {})
+
+
 def _given_template(value: str) -> str:
     if "{" in value:
         return value

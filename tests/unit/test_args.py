@@ -507,6 +507,11 @@ REFUSED: list[tuple[list[str], str]] = [
         "at --page-size 16, got 31.",
     ),
     (
+        ["--max-total-tokens", "3", "--page-size", "16"],
+        "--max-total-tokens must be at least 16 to hold one request with 1 tree node "
+        "at --page-size 16, got 3.",
+    ),
+    (
         ["--speculative-algorithm", "nextn"],
         "--speculative-algorithm NEXTN is not supported by this version; use EAGLE, which is what "
         "it means; allowed are none, NGRAM, EAGLE, EAGLE3, STANDALONE and names that "
@@ -801,6 +806,70 @@ def test_all_that_is_wrong_with_a_line_is_told_at_once() -> None:
         "--port",
         "--page-size",
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        (
+            "--speculative-algorithm EAGLE5 --page-size 0",
+            ["--page-size must be an", "--speculative-algorithm must be one of"],
+        ),
+        (
+            "--foo 1 --speculative-algorithm NGRAM --speculative-use-rejection-sampling --port 0",
+            ["--foo is not", "--port must", "--speculative-use-rejection-sampling cannot be used"],
+        ),
+        (
+            "--port --page-size 0 --enable-metrics=yes --host",
+            ["--port needs", "--enable-metrics is a", "--host needs", "--page-size must"],
+        ),
+        (
+            "--speculative-algorithm NGRAM --speculative-num-steps 3 --speculative-eagle-topk 2 "
+            "--schedule-policy lpm --disable-radix-cache --revision v2",
+            [
+                "--speculative-num-steps 3 cannot",
+                "--speculative-eagle-topk 2 cannot",
+                "--schedule-policy lpm orders",
+                "--revision v2 names",
+            ],
+        ),
+    ],
+)
+def test_values_and_contradictions_are_told_at_once(line: str, wanted: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(*line.split())
+    lines = caught.value.message.split("\n")
+    assert [said[: len(words)] for said, words in zip(lines, wanted, strict=True)] == wanted
+
+
+@pytest.mark.parametrize(
+    ("line", "first"),
+    [
+        ("--speculative-algorithm EAGLE3 --speculative-num-steps 0 --speculative-eagle-topk 4", 1),
+        ("--speculative-algorithm EAGLE5 --speculative-use-rejection-sampling", 0),
+        ("--speculative-algorithm EAGLE3 --speculative-eagle-topk 4 --max-total-tokens 2", 1),
+        ("--chunked-prefill-size 65 --page-size x", 1),
+        ("--chunked-prefill-size 65 --page-size 16 --max-total-tokens 2", 0),
+        ("--model-path --revision v2", 0),
+    ],
+)
+def test_what_depends_on_a_refused_value_is_not_told(line: str, first: int) -> None:
+    """It may be right when that is mended: only what is wrong by itself."""
+    with pytest.raises(ConfigError) as caught:
+        ServerArgs.from_cli(["--model-path", "smollm2", *line.split()]).resolve()
+    assert "\n" not in caught.value.message
+    assert caught.value.message.startswith(line.split()[first * 2])
+
+
+def test_keywords_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServerArgs.from_keywords(
+            model_path="smollm2", foo=1, page_size=0, tp_size=2, bar=2, revision="v2"
+        )
+    told = [line.split()[0] for line in caught.value.message.split("\n")]
+    assert told == ["--tp-size", "foo", "bar", "--page-size", "--revision"]
+    with pytest.raises(ConfigError, match=r"foo is not an option\.\nbar is not an option\."):
+        ServerArgs(model_path="m", foo=1, bar=2)  # type: ignore[call-arg]
 
 
 def test_the_model_is_required() -> None:

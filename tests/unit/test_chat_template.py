@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from sgl_spec.errors import ConfigError, InvalidRequestError
 from sgl_spec.models.checkpoint import resolve_checkpoint
+from sgl_spec.server import launch
 from sgl_spec.server.tokenizer import ServerTokenizer
 
 CHATML = (
@@ -267,6 +268,25 @@ def test_the_api_process_needs_neither_torch_nor_transformers() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("nosuch.jinja", "--chat-template must be a readable file or a Jinja template, got"),
+        ("{% for m in messages %}", "chat template is not valid Jinja (line 1)"),
+    ],
+)
+def test_a_template_that_cannot_be_used_ends_the_start_before_anything_loads(
+    given: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launch, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(launch, "listen", lambda *_: pytest.fail("the server has started"))
+    assert launch.run(["--model-path", "smollm2", "--chat-template", given]) == 2
+    assert said in capsys.readouterr().err
 
 
 SMOLLM2_CHATS = [
