@@ -76,7 +76,6 @@ CHAT: Table = _SHARED | {
     "functions": Refuse(([],)),
     "function_call": Refuse(("none", "auto")),
     "audio": Refuse(),
-    "modalities": Refuse((["text"],)),
     "web_search_options": Refuse(),
     "reasoning_effort": Refuse(("none",)),
     "verbosity": Refuse(("medium",)),

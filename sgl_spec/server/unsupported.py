@@ -10,7 +10,8 @@ from sgl_spec.server.fields import Refuse, Table
 
 UNSUPPORTED: Table = {
     # Prompts that are no text.
-    **dict.fromkeys(("image_data", "video_data", "audio_data", "modalities"), Refuse(([],))),
+    **dict.fromkeys(("image_data", "video_data", "audio_data"), Refuse(([],))),
+    "modalities": Refuse(([], ["text"])),
     **dict.fromkeys(("input_embeds", "prompt_embeds", "positional_embed_overrides"), Refuse()),
     **dict.fromkeys(("mm_processor_kwargs", "mm_hashes", "mm_content_hashes"), Refuse()),
     **dict.fromkeys(("images_config", "video_config"), Refuse(({},))),

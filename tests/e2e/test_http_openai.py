@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -48,6 +50,13 @@ def chat_ids(message: str) -> list[int]:
     return tokenizer().encode(text, add_special_tokens=False).ids
 
 
+def until_running(server: Scripted, count: int) -> None:
+    deadline = time.monotonic() + 5
+    while (running := server.state()["running"]) != count:
+        assert time.monotonic() < deadline, f"{running} run, not {count}"
+        time.sleep(0.01)
+
+
 class TestCompletions:
     def test_a_reply(self, client: openai.OpenAI) -> None:
         reply = client.completions.create(model=MODEL, prompt=PROMPT)
@@ -77,6 +86,48 @@ class TestCompletions:
         seeds = [c.model_extra["seed"] for c in reply.choices if c.model_extra]
         assert seeds[0] == seeds[2] == 11
         assert seeds[1] == seeds[3] != 11
+        assert float(seeds[1]) == seeds[1] < 2**53, "a client in JavaScript can send it back"
+
+    def test_labels_change_nothing_and_wishes_are_refused(self, client: openai.OpenAI) -> None:
+        labels: dict[str, Any] = {
+            "user": "someone",
+            "metadata": {"run": "7"},
+            "service_tier": "auto",
+            "store": False,
+            "parallel_tool_calls": True,
+            "safety_identifier": "s",
+            "prompt_cache_key": "k",
+            "prediction": {"type": "content", "content": "boat"},
+        }
+        ask: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "a boat"}]}
+        plain = client.chat.completions.create(**ask, max_tokens=9)
+        labelled = client.chat.completions.create(**ask, max_tokens=9, **labels)
+        assert labelled.choices[0].message == plain.choices[0].message
+        wishes: dict[str, Any] = {"store": True, "service_tier": "flex"}
+        for name, value in wishes.items():
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.chat.completions.create(**ask, **{name: value})
+            assert caught.value.param == name
+
+    def test_what_an_abort_ends(self, server: Scripted, client: openai.OpenAI) -> None:
+        """One name by itself, and the name of the call all that still run."""
+        named = {"rid": "job", "ignore_eos": True}
+        with ThreadPoolExecutor() as pool:
+            reply = pool.submit(
+                client.completions.create,
+                model=MODEL,
+                prompt="a boat",
+                max_tokens=1500,
+                n=3,
+                extra_body=named,
+            )
+            until_running(server, 3)
+            for rid, left in (("job-1", 2), ("job", 0)):
+                assert server.client.post("/abort_request", json={"rid": rid}).status_code == 200
+                until_running(server, left)
+            choices = reply.result(timeout=5).choices
+        assert [choice.finish_reason for choice in choices] == ["abort"] * 3
+        assert reply.result().id == "job"
 
     def test_stream_equals_whole(self, client: openai.OpenAI) -> None:
         ids = tokenizer().encode(PROMPT).ids
