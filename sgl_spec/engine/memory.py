@@ -26,8 +26,7 @@ _SPARE = 512 << 20  # of a GPU's free memory: what the libraries allocate by the
 _GRAPH = 16 << 20  # a captured graph's own launches
 CAPTURED_ROWS = 2048  # of a captured forward; larger ones keep the card busy anyway
 ROUND_KINDS = 3  # greedy, sampled, filtered: each size of a round has a graph for each
-SEAM_GRAPHS, SEAM_DRAFT_GRAPHS = 24, 16  # most forwards captured for themselves; about as many
-# graphs grow trees
+SEAM_GRAPHS, SEAM_DRAFT_GRAPHS = 24, 16  # most forwards captured for themselves
 _ATTENTION = 128 << 20  # parts of split attention
 _SAMPLED = 64  # bytes an entry while logits are filtered and sorted
 

@@ -92,7 +92,9 @@ class Sizing:
             prompt_rows = max(prompt_rows, self.context_length)
         sizes = self.graph_sizes(args.max_running_requests)
         trees = TreeShapes(sizes, args.tree_nodes) if draft is None and args.tree_nodes > 1 else ()
-        seams = SEAM_GRAPHS + (0 if draft is None else 2 * SEAM_DRAFT_GRAPHS)
+        seams = SEAM_GRAPHS
+        if draft is not None:  # which has forwards, and graphs in which trees grow
+            seams += SEAM_DRAFT_GRAPHS + ROUND_KINDS * len(TreeShapes(sizes, 1).sizes)
         prompts = len(row_counts(min(self.prefill_budget, CAPTURED_ROWS)))
         return Shapes(
             prompt_rows=prompt_rows,

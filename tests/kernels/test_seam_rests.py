@@ -3,6 +3,7 @@ device path in the interpreter, by a clock of our own."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,9 @@ def make(target: Path, **options: Any) -> LLM:
     )
 
 
-def drafting(target: Path, drafter: str, directory: Path) -> LLM:
-    llm = make(target, attention_backend="triton", **small_trees(drafter, target, directory))
+def drafting(target: Path, drafter: str, directory: Path, **options: Any) -> LLM:
+    options |= small_trees(drafter, target, directory)
+    llm = make(target, attention_backend="triton", **options)
     worker_of(llm).rounds.sizes = (2,)  # so that forwards are filled up
     return llm
 
@@ -71,6 +73,16 @@ def worker_of(llm: LLM) -> DeviceWorker:
 def texts(llm: LLM, sampling: list[dict[str, Any]] = MIXED) -> list[list[int]]:
     done = llm.generate(PROMPTS[: len(sampling)], [{"ignore_eos": True} | s for s in sampling])
     return [one.output_ids for one in done]
+
+
+@dataclass(frozen=True)
+class At:
+    """A place in time, in seconds."""
+
+    now: float
+
+    def ms_until(self, later: At) -> float:
+        return (later.now - self.now) * 1e3
 
 
 class Clock:
@@ -88,7 +100,7 @@ class Clock:
             return decode(self_, batch)
 
         monkeypatch.setattr(Worker, "_decode", timed)
-        worker.seam_trees = SeamTrees(lambda: len(worker.rounds), lambda: self.now)
+        worker.seam_trees = SeamTrees(lambda: len(worker.rounds), lambda: At(self.now))
 
 
 def turns(of: list[bool]) -> int:
@@ -158,3 +170,16 @@ def test_drafts_that_pay_are_made(
     assert worker.drafter_stats()["seam_rest"] == 0
     assert isinstance(worker.drafter, ModelDrafter)
     assert not worker.drafter.economy._rounds, "which judges rounds on the device"
+
+
+def test_drafts_are_made_between_prompts_in_chunks(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nearly every round comes behind a chunk, and the accounts are kept all the same."""
+    monkeypatch.setattr(seam_trees, "FIRST", 1)
+    llm = drafting(target, "NGRAM", tmp_path / "draft", chunked_prefill_size=4)
+    clock = Clock(llm, monkeypatch, drafted_s=0.9)
+    prompts = [[20 + i, *range(40, 50)] for i in range(5)]
+    llm.generate(prompts, BIASED | {"max_new_tokens": 6, "ignore_eos": True})
+    assert len(clock.asked) > 10
+    assert sum(clock.asked) > len(clock.asked) // 2

@@ -14,6 +14,16 @@ from sgl_spec.engine.cuda.tree_ledger import CHECK, CHECKED, LIMIT, SHARE
 PLAIN_MS = 10.0
 
 
+@dataclass(frozen=True)
+class At:
+    """A place in time."""
+
+    ms: float
+
+    def ms_until(self, later: At) -> float:
+        return later.ms - self.ms
+
+
 @dataclass
 class Server:
     """Rounds of `requests`. drafted_ms: of a round with drafts, which gives each `tokens`. graphs:
@@ -27,7 +37,7 @@ class Server:
     graphs: int = 0
 
     def __post_init__(self) -> None:
-        self.trees = SeamTrees(lambda: self.graphs, lambda: self.now / 1e3)
+        self.trees = SeamTrees(lambda: self.graphs, lambda: At(self.now))
 
     def round(self, *, wanted: bool = True, more: float = 0.0, captured: int = 0) -> bool:
         """more: ms that it takes beyond what such rounds take. Returns whether there were
@@ -86,7 +96,7 @@ def test_text_that_changes_is_noticed() -> None:
     server.tokens = 4.0
     rest = round(LIMIT / SHARE) + 200
     server.rounds(rest)
-    assert all(server.rounds(100))
+    assert server.rounds(100).count(False) <= CHECKED, "but to see what others take"
     server.tokens = 1.0
     assert server.pace(1500) > 0.97
 
@@ -107,20 +117,42 @@ def test_what_a_first_round_captures_or_compiles_does_not_count() -> None:
     assert all(server.rounds(100))
 
 
-def test_rounds_after_other_work_do_not_count() -> None:
-    """Prompts, or rounds on the device: what the device still had to do was not this round's."""
+def behind(server: Server, count: int, ms: float = 500.0) -> list[bool]:
+    """Rounds of which each comes behind a prompt, or a round on the device."""
+    drafted = []
+    for _ in range(count):
+        server.now += ms
+        server.trees.passed()
+        drafted.append(server.round())
+    return drafted
+
+
+def test_other_work_between_rounds_is_not_charged() -> None:
     server = Server(12.0, 2.0)
-    for _ in range(10):
-        server.now += 500.0
-        server.trees.leave()
-        assert not server.round(more=50.0)
-    opened_with = server.rounds(FIRST + 1)
-    assert opened_with == [False] * FIRST + [True]
-    for _ in range(20):
-        server.now += 500.0
-        server.trees.leave()
-        assert server.round(more=100.0)
-    assert all(server.rounds(10))
+    server.round()
+    drafted = behind(server, 300)
+    assert drafted[: FIRST + 1] == [False] * FIRST + [True], "the first has none before it"
+    assert drafted.count(False) == FIRST + CHECKED
+    stats = server.trees.stats()
+    assert stats["seam_plain_ms"] == pytest.approx(PLAIN_MS)
+    assert stats["seam_tree_ms"] == pytest.approx(12.0, rel=0.01)
+
+
+def test_drafts_that_do_not_pay_rest_behind_other_work_too() -> None:
+    server = opened(Server(40.0, 1.0))
+    drafted = behind(server, 1000)
+    assert any(drafted[500:]), "they are tried again"
+    assert drafted.count(True) < 20
+
+
+def test_forgotten_accounts_are_opened_again() -> None:
+    server = opened(Server(40.0, 1.0))
+    server.rounds(20)
+    server.trees.clear()
+    assert server.trees.stats() == {"seam_asked": 0.0, "seam_left": 0.0}
+    server.drafted_ms, server.tokens = 12.0, 2.0
+    opened(server)
+    assert all(server.rounds(20))
 
 
 def test_the_hosts_time_between_rounds_counts() -> None:

@@ -1,47 +1,57 @@
 """Whether drafts are worth their price in batches that the host judges.
 
-Their rounds come one after the other, and a round is charged the time from the end of the one
-before to its own, whoever spent it. The books (`tree_ledger`) are apart from those of rounds on the
-device, where the same trees take other times. What a round takes without drafts nobody knows
-beforehand: at every batch size a few such rounds come first. No device; the clock is the caller's.
+Their rounds come one after the other, or behind a prompt or a round on the device, and a round is
+charged the time from where the device was done with what came before to its own end, whoever spent
+it. The books (`tree_ledger`) are apart from those of rounds on the device, where the same trees
+take other times. What a round takes without drafts nobody knows beforehand: at every batch size a
+few such rounds come first. No device; the clock is the caller's.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 from sgl_spec.engine.cuda.tree_ledger import TreeLedger
 
 FIRST = 3  # rounds without drafts that open an account, with the least of their times
 
 
+class Mark(Protocol):
+    """A place in what the device does."""
+
+    def ms_until(self, later: Self, /) -> float:
+        """From here to there; waits for the device to come there."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """Under way. since: the end of the round before, None if something else ran in between. made:
-    how many graphs there were when it began."""
+    """Under way. since: behind what came before, if anything did. made: how many graphs there were
+    when it began."""
 
     size: int
     asked: bool
-    since: float | None
+    since: Mark | None
     made: int
 
 
 class SeamTrees:
     """See the module. made: how many graphs there are by now: a round that captures one does not
-    count. clock: seconds. asked, left: rounds with and without drafts."""
+    count. mark: behind all that was launched. asked, left: rounds with and without drafts."""
 
-    def __init__(
-        self, made: Callable[[], int], clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, made: Callable[[], int], mark: Callable[[], Mark]) -> None:
+        self._made, self._mark = made, mark
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all rounds."""
         self.ledger = TreeLedger()
         self.asked = self.left = 0
-        self._made, self._clock = made, clock
         self._firsts: dict[int, list[float]] = {}  # ms, by batch size
         self._tried: set[int] = set()  # batch sizes that had drafts
         self._round: _Round | None = None
-        self._ended: float | None = None
+        self._ended: Mark | None = None
 
     def begin(self, requests: int, *, wanted: bool) -> bool:
         """A round of so many requests begins. wanted: whether any of them may have drafts. Returns
@@ -61,13 +71,13 @@ class SeamTrees:
         """It is over, its drafter told. tokens: it gave a request, on average."""
         this, self._round = self._round, None
         assert this is not None
-        self._ended = now = self._clock()
+        self._ended = now = self._mark()
         first = this.asked and this.size not in self._tried
         if first:  # what it needs may have been compiled
             self._tried.add(this.size)
         if first or this.since is None or this.made != self._made():
             return
-        self._note(this, tokens, (now - this.since) * 1e3)
+        self._note(this, tokens, this.since.ms_until(now))
 
     def _note(self, this: _Round, tokens: float, ms: float) -> None:
         firsts = self._firsts[this.size]
@@ -76,10 +86,9 @@ class SeamTrees:
         else:
             self.ledger.note(this.size, tokens, ms, asked=this.asked)
 
-    def leave(self) -> None:
-        """A batch was launched that is no such round. The device may be at it when the next one
-        begins, so that says nothing of what rounds take."""
-        self._ended = None
+    def passed(self) -> None:
+        """A batch was launched that is no such round; the device may still be at it."""
+        self._ended = self._mark()
 
     def stats(self) -> dict[str, float]:
         """seam_asked, seam_left: rounds with and without drafts. seam_rest: 1 while drafts rest.

@@ -13,6 +13,19 @@ from sgl_spec.engine.cuda.graphs import Replayed
 _RUNS = 5
 
 
+class Mark:
+    """A place in the stream."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def ms_until(self, later: Mark) -> float:
+        """GPU time to another's place; waits until the device came there."""
+        later._event.synchronize()
+        return float(self._event.elapsed_time(later._event))
+
+
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
     """GPU time between two places in the stream."""

@@ -120,4 +120,4 @@ class TreeLedger:
         if last is None:
             return figures
         times = {"tree_round_ms": last.asked_ms, "plain_round_ms": last.plain_ms}
-        return figures | {"trees_rest": float(last.resting)} | times
+        return figures | {"trees_rest": float(last.rests)} | times

@@ -45,7 +45,7 @@ from sgl_spec.engine.cuda.seam import SeamClock
 from sgl_spec.engine.cuda.seam_trees import SeamTrees
 from sgl_spec.engine.cuda.sources import RoundSource
 from sgl_spec.engine.cuda.state import DeviceRows
-from sgl_spec.engine.cuda.timing import Stopwatch
+from sgl_spec.engine.cuda.timing import Mark, Stopwatch
 from sgl_spec.engine.cuda.transfer import Fetched, send
 from sgl_spec.engine.req import Req
 from sgl_spec.engine.worker import Worker
@@ -107,7 +107,7 @@ class DeviceWorker(Worker):
         self._prefills = Prefills(self.parts, rounds, prefill_rows if self._device_rule else 0)
         self.source = self._source(weighs)
         by_time = weighs and self.device.type == "cuda"  # an interpreter's times say nothing
-        self.seam_trees = SeamTrees(lambda: len(rounds)) if by_time else None
+        self.seam_trees = SeamTrees(lambda: len(rounds), Mark) if by_time else None
         self.costs = self.source.costs
 
     def _source(self, weighs: bool) -> RoundSource:
@@ -147,6 +147,12 @@ class DeviceWorker(Worker):
         trees = {} if self.seam_trees is None else self.seam_trees.stats()
         return super().drafter_stats() | self.source.stats() | seam | trees
 
+    def flush(self) -> None:
+        """Forget what the drafter has learned, and what its drafts have brought."""
+        super().flush()
+        if self.seam_trees is not None:
+            self.seam_trees.clear()
+
     def close(self, row: int) -> None:
         """The row's request ended or was retracted; what still runs for it is dropped."""
         self._tenancy[row] += 1
@@ -165,23 +171,24 @@ class DeviceWorker(Worker):
     def launch(self, batch: Batch) -> Launched:
         """Enqueue a batch, or compute it where it needs the host."""
         if not self._device_rule or not self._kinds.simple(batch.rows):
-            return self._on_host(self._afforded(batch))
-        for books in (self._seam, self.seam_trees):
-            if books is not None:
-                books.leave()
+            return self._on_host(batch)
+        if self._seam is not None:
+            self._seam.leave()
         self.table.sync()
         self.device_rows.sync()
         self._under_way += 1
+        launched: Launched
         if isinstance(batch, PrefillBatch):
-            return self._launch_prefill(batch)
-        return self._launch_round(batch)
+            launched = self._launch_prefill(batch)
+        else:
+            launched = self._launch_round(batch)
+        if self.seam_trees is not None:
+            self.seam_trees.passed()
+        return launched
 
-    def _afforded(self, batch: Batch) -> Batch:
-        """A batch that needs the host, without drafts where they do not pay."""
+    def _afforded(self, batch: DecodeBatch) -> DecodeBatch:
+        """A round that needs the host, without drafts where they do not pay."""
         if self.seam_trees is None:
-            return batch
-        if isinstance(batch, PrefillBatch):
-            self.seam_trees.leave()
             return batch
         most = batch.max_nodes
         if self.seam_trees.begin(len(most), wanted=bool((most > 1).any())):
@@ -192,10 +199,14 @@ class DeviceWorker(Worker):
         rows, self._last = batch.rows, None
         if self._seam is not None:
             self._seam.enter(rows, self._tenancy)
+        if isinstance(batch, DecodeBatch):
+            batch = self._afforded(batch)
         launched = super().launch(batch)
         assert isinstance(launched, Computed)
         if self._seam is not None and isinstance(batch, DecodeBatch):
             self._seam.round_over()
+        if self.seam_trees is not None and isinstance(batch, PrefillBatch):
+            self.seam_trees.passed()
         known = (
             batch.starts + batch.takes if isinstance(batch, PrefillBatch) else batch.committed + 1
         )
