@@ -278,9 +278,12 @@ def flags_page() -> str:
 _PAGE_HEAD = """\
 # Flags
 
-Generated from `sgl_spec/serving_options.py` and `sgl_spec/speculation_options.py` by
-`python -m sgl_spec.args > docs/flags.md`.
-From Python the same options are keywords of `sgl_spec.args.ServerArgs`, with `_` for `-`.
+Every option of the server, with its default and what it takes; then SGLang's other flags, and what
+becomes of them here. On a command line they follow `launch_server.py` or `sgl-spec`; from Python
+they are keywords of `sgl_spec.LLM` ([From Python](python.md)), with `_` for `-`:
+`--page-size 16` is `page_size=16`, a switch is `True`.
+
+<!-- Made by `python -m sgl_spec.args > docs/flags.md`; `tests/unit/test_args.py` compares. -->
 
 """
 

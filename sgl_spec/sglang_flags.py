@@ -13,6 +13,7 @@ from typing import Any
 
 from sgl_spec.errors import ConfigError
 from sgl_spec.options import Declared, flag_of, gather, near, raise_all, split_unknown
+from sgl_spec.sglang_families import ABSENT, NO_SPEED
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ def _ignored_switch(why: str) -> ForeignFlag:
 
 
 _ONE_PROCESS = "the model runs in one engine process; leave it out or set it to 1"
+_NO_EXPERTS = "models with experts are not served"
 _ONE_HOST = "the server runs on one host"
 _WEIGHTS = "load the checkpoint in its own dtype, or choose one with --dtype"
 _NO_LORA = "merge the adapter into the checkpoint first"
@@ -60,7 +62,10 @@ _WHOLE_TEXT = "a draft model attends to all of the text"
 _PRUNED = "every round verifies only the drafts that pay at its load"
 _ALL_SUFFIXES = "every suffix up to --speculative-ngram-max-trie-depth is matched"
 _NO_CORPUS = "the trie learns from the prompts and outputs that it serves"
-_SEEDED = "give each request a seed: equal seeds give equal tokens in any batch"
+_SEEDED = (
+    "give each request a seed: with --dtype float32 equal seeds give equal tokens in any batch, in "
+    "bfloat16 the batch may decide between nearly equal logits (docs/measured.md, In bf16)"
+)
 _ONE_ATTENTION = "one backend serves all forwards; choose it with --attention-backend"
 _NOT_LOGGED = "requests are not logged; /metrics counts them"
 _ONE_CACHE = "the prefix cache is in the KV pool, with no second level"
@@ -68,7 +73,7 @@ _NO_TIMER = "a dead engine ends the server at once; there is no timer to set"
 _NO_COLLECTIVES = "one process has nobody to exchange tensors with"
 _NOT_BATCHED = "texts are tokenised one by one"
 
-FOREIGN_FLAGS: dict[str, ForeignFlag] = {
+OWN_WORDS: dict[str, ForeignFlag] = {
     "--tp-size": ForeignFlag(_ONE_PROCESS, ("1",)),
     "--dp-size": ForeignFlag(_ONE_PROCESS, ("1",)),
     "--pp-size": ForeignFlag(_ONE_PROCESS, ("1",)),
@@ -78,6 +83,11 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--dist-init-addr": _ignored(_ONE_HOST),
     "--dist-timeout": _ignored(_ONE_HOST),
     "--base-gpu-id": ForeignFlag("choose the GPU with CUDA_VISIBLE_DEVICES", ("0",)),
+    "--attn-cp-size": ForeignFlag(_ONE_PROCESS, ("1",)),
+    "--moe-dp-size": ForeignFlag(_ONE_PROCESS, ("1",)),
+    "--dcp-size": ForeignFlag(_ONE_PROCESS, ("1",)),
+    "--moe-a2a-backend": ForeignFlag(_NO_EXPERTS, ("none",)),
+    "--moe-runner-backend": ForeignFlag(_NO_EXPERTS, ("auto",)),
     "--enable-dp-attention": ForeignFlag(_ONE_PROCESS, switch=True),
     "--disable-custom-all-reduce": _ignored_switch(_NO_COLLECTIVES),
     "--enable-nccl-nvls": _ignored_switch(_NO_COLLECTIVES),
@@ -86,11 +96,12 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--quantization": ForeignFlag(_WEIGHTS, ("none",)),
     "--torchao-config": ForeignFlag(_WEIGHTS, ("",)),
     "--kv-cache-dtype": ForeignFlag("the KV cache has the model's dtype; use auto", ("auto",)),
-    "--trust-remote-code": ForeignFlag(
-        "code from a checkpoint is never run; Llama, Mistral, Qwen2 and Qwen3 need none",
-        switch=True,
+    "--trust-remote-code": _ignored_switch(
+        "code from a checkpoint is never run; Llama, Mistral, Qwen2 and Qwen3 need none"
     ),
     "--model-impl": ForeignFlag("there is one implementation of a model", ("auto",)),
+    "--model-loader-extra-config": ForeignFlag("a model is read in one way", ("{}",)),
+    "--weight-version": ForeignFlag("use --served-model-name or --revision", ("default",)),
     "--weight-loader-disable-mmap": _ignored_switch("how weights are read is fixed"),
     "--enable-lora": ForeignFlag(_NO_LORA, switch=True),
     "--lora-paths": ForeignFlag(_NO_LORA, several=True),
@@ -100,9 +111,11 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--enable-multimodal": ForeignFlag("only text is served", switch=True),
     "--skip-tokenizer-init": ForeignFlag("send input_ids to /generate instead", switch=True),
     "--tokenizer-mode": ForeignFlag("tokenizer.json is always used", ("auto",)),
+    "--tokenizer-backend": ForeignFlag("tokenizer.json is always used", ("huggingface",)),
     "--tokenizer-worker-num": _ignored("tokenizing is done in the API process"),
     "--enable-tokenizer-batch-encode": _ignored_switch(_NOT_BATCHED),
     "--disable-tokenizer-batch-decode": _ignored_switch(_NOT_BATCHED),
+    "--fastapi-root-path": ForeignFlag("let the proxy cut the prefix off", ("",)),
     "--tool-call-parser": ForeignFlag(_PLAIN_TEXT),
     "--reasoning-parser": ForeignFlag(_PLAIN_TEXT),
     "--completion-template": ForeignFlag("send the whole prompt as text"),
@@ -177,6 +190,12 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--enable-multi-layer-eagle": ForeignFlag(_OTHER_DRAFTER, switch=True),
 }
 
+FOREIGN_FLAGS = OWN_WORDS | {
+    flag: ForeignFlag(family.advice, ignored=family.ignored, switch=switch, several=several)
+    for family in (*NO_SPEED, *ABSENT)
+    for flag, switch, several in family.flags()
+}
+
 # Both spellings that SGLang has used, where they differ.
 FOREIGN_ALIASES: dict[str, str] = {
     "--tensor-parallel-size": "--tp-size",
@@ -188,6 +207,8 @@ FOREIGN_ALIASES: dict[str, str] = {
     "--expert-parallel-size": "--ep-size",
     "--ep": "--ep-size",
     "--nccl-init-addr": "--dist-init-addr",
+    "--attention-context-parallel-size": "--attn-cp-size",
+    "--moe-data-parallel-size": "--moe-dp-size",
 }
 
 # What users of vLLM write, and what means the same here.
@@ -313,20 +334,29 @@ def unknown_keyword(name: str, own: Mapping[str, Declared]) -> ConfigError:
 
 
 def foreign_tables() -> str:
-    """Two Markdown tables: what is accepted and changes nothing, and what is refused."""
-    accepted = ["| flag | accepted with | because |", "|---|---|---|"]
-    refused = ["| flag | refused | because |", "|---|---|---|"]
+    """Two Markdown tables: what is accepted and changes nothing, and what is refused. Flags with
+    the same reason share a row."""
+    accepted: dict[tuple[str, str], list[str]] = {}
+    refused: dict[tuple[str, str], list[str]] = {}
     for flag, entry in FOREIGN_FLAGS.items():
-        spellings = [flag, *(alias for alias, name in FOREIGN_ALIASES.items() if name == flag)]
-        names = ", ".join(f"`{name}`" for name in spellings)
+        names = [f"`{flag}`", *(f"`{a}`" for a, name in FOREIGN_ALIASES.items() if name == flag)]
         values = ", ".join(f"`{value}`" if value else "an empty value" for value in entry.harmless)
         if entry.ignored:
-            accepted.append(f"| {names} | {'' if entry.switch else 'any value'} | {entry.advice} |")
+            accepted.setdefault(("any value, or none", entry.advice), []).extend(names)
             continue
         if values:
-            accepted.append(f"| {names} | {values} | {_ASKS_NOTHING} |")
-        refused.append(f"| {names} | {'other values' if values else 'always'} | {entry.advice} |")
-    return _TABLES.format(accepted="\n".join(accepted), refused="\n".join(refused))
+            accepted.setdefault((values, _ASKS_NOTHING), []).extend(names)
+        refused.setdefault(("other values" if values else "always", entry.advice), []).extend(names)
+    return _TABLES.format(
+        accepted=_table(("flags", "accepted with", "because"), accepted),
+        refused=_table(("flags", "refused", "because"), refused),
+    )
+
+
+def _table(head: Sequence[str], rows: Mapping[tuple[str, str], list[str]]) -> str:
+    lines = [" | ".join(head), "|".join("---" for _ in head)]
+    lines += [f"{', '.join(flags)} | {when} | {why}" for (when, why), flags in rows.items()]
+    return "\n".join(f"| {line} |" if line[0] != "-" else f"|{line}|" for line in lines)
 
 
 _ASKS_NOTHING = "it asks for what is done anyway"

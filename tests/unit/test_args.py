@@ -18,7 +18,8 @@ from sgl_spec.draft_shape import EMBEDDED_DRAFTS
 from sgl_spec.errors import ConfigError
 from sgl_spec.models.shipped import SHIPPED
 from sgl_spec.options import build_parser, declared
-from sgl_spec.sglang_flags import FOREIGN_ALIASES, FOREIGN_FLAGS, VLLM_FLAGS
+from sgl_spec.sglang_families import ABSENT, NO_SPEED
+from sgl_spec.sglang_flags import FOREIGN_ALIASES, FOREIGN_FLAGS, OWN_WORDS, VLLM_FLAGS
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = declared(ServerArgs)
@@ -731,11 +732,6 @@ REFUSED: list[tuple[list[str], str]] = [
         "dtype, or choose one with --dtype.",
     ),
     (
-        ["--trust-remote-code"],
-        "--trust-remote-code is not supported by this version: code from a checkpoint is never "
-        "run; Llama, Mistral, Qwen2 and Qwen3 need none.",
-    ),
-    (
         ["--kv-cache-dtype", "fp8_e5m2"],
         "--kv-cache-dtype fp8_e5m2 is not supported by this version: the KV cache has the model's "
         "dtype; use auto.",
@@ -773,11 +769,20 @@ REFUSED: list[tuple[list[str], str]] = [
     ),
     (["--tp", "1", "stray"], "'stray' belongs to no flag; see --help."),
     (
-        ["--tp", "2", "--log-requests", "--trust-remote-code", "--qqq", "--dp", "1"],
+        [
+            "--tp",
+            "2",
+            "--trust-remote-code",
+            "--hf-chat-template-name",
+            "rag",
+            "--qqq",
+            "--dp",
+            "1",
+        ],
         "--tp 2 is not supported by this version: the model runs in one engine process; leave it "
         "out or set it to 1.\n"
-        "--trust-remote-code is not supported by this version: code from a checkpoint is never "
-        "run; Llama, Mistral, Qwen2 and Qwen3 need none.\n"
+        "--hf-chat-template-name rag is not supported by this version: name the template's file "
+        "with --chat-template.\n"
         "--qqq is not an option; see --help.",
     ),
     (["--qqq"], "--qqq is not an option; see --help."),
@@ -983,8 +988,24 @@ def test_keywords_that_are_refused_are_named_together() -> None:
 def test_the_flag_page_tells_what_becomes_of_every_flag_of_sglang() -> None:
     accepted, refused = flags_page().partition("These are refused")[::2]
     for flag, entry in FOREIGN_FLAGS.items():
-        assert (f"| `{flag}`" in accepted) == entry.accepted
-        assert (f"| `{flag}`" in refused) == (not entry.ignored)
+        assert (f"`{flag}`" in accepted) == entry.accepted
+        assert (f"`{flag}`" in refused) == (not entry.ignored)
+
+
+def test_no_flag_is_in_two_families() -> None:
+    families = [flag for one in (*NO_SPEED, *ABSENT) for flag, _, _ in one.flags()]
+    own = [flag for opt in OPTIONS.values() for flag in opt.flags]
+    names = [*families, *OWN_WORDS, *FOREIGN_ALIASES, *own]
+    assert len(names) == len(set(names))
+
+
+def test_code_of_a_checkpoint_is_not_trusted_and_not_needed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parse("--trust-remote-code", *NGRAM)
+    assert (
+        "--trust-remote-code changes nothing here: code from a checkpoint is never" in caplog.text
+    )
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

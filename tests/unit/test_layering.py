@@ -19,6 +19,7 @@ ARGS = {
     "without_effect",
     "draft_shape",
     "serving_options",
+    "sglang_families",
     "sglang_flags",
     "speculation_options",
 }  # one declaration per option
