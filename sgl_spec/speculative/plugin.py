@@ -95,7 +95,8 @@ class Guarded:
         def proposing(batch: DraftBatch) -> TokenTree:
             tree = call(batch)
             try:
-                tree = checked(tree, batch.roots(), self._context.vocab_size)
+                most = self._context.draft_tokens
+                tree = checked(tree, batch.roots(), self._context.vocab_size, most)
                 if self._context.topology is not None:
                     require_sampled(tree, self._context.topology)
             except ValueError as error:

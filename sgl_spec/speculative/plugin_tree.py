@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from sgl_spec.speculative.base import IntArray
-from sgl_spec.speculative.tree import DraftProbs, TokenTree, narrow
+from sgl_spec.speculative.tree import MAX_TREE_NODES, DraftProbs, TokenTree, narrow
 
 _SUM_TOLERANCE = 1e-3  # of the float32 probabilities of a vocabulary
 
 
-def checked(proposed: object, roots: IntArray, vocab_size: int) -> TokenTree:
-    """A proposal, as narrow as it can be. roots: [B] each request's last token.
+def checked(
+    proposed: object, roots: IntArray, vocab_size: int, draft_tokens: int = MAX_TREE_NODES
+) -> TokenTree:
+    """A proposal, as narrow as it can be. roots: [B] each request's last token. draft_tokens: most
+    nodes that are verified; trees that hold more are cut later, unless no tree may be so wide.
 
     Raises `ValueError` naming the first rule of `TokenTree` that it breaks.
     """
@@ -25,6 +28,12 @@ def checked(proposed: object, roots: IntArray, vocab_size: int) -> TokenTree:
     if proposed.allowed is not None:
         raise ValueError("TokenTree.allowed is the engine's to set, it must be None")
     tree = replace(proposed, draft=None).to(torch.device("cpu"))
+    if tree.tokens.dim() == 2 and tree.width > MAX_TREE_NODES:
+        raise ValueError(
+            f"TokenTree.tokens is [B, N] with N from 1 to {MAX_TREE_NODES}, got "
+            f"{list(tree.tokens.shape)}; of a tree this server verifies at most {draft_tokens} "
+            "nodes, the root included (DrafterContext.draft_tokens)"
+        )
     tree.validate(vocab_size)
     if tree.batch != len(roots):
         raise ValueError(f"a tree for each of the {len(roots)} requests is due, got {tree.batch}")

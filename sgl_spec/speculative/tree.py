@@ -142,7 +142,12 @@ class TokenTree:
         batch, width = self.tokens.shape
         shapes = (self.tokens.shape, self.parents.shape, (*self.num_nodes.shape, width))
         if set(shapes) != {(batch, width)} or not 1 <= width <= MAX_TREE_NODES:
-            raise ValueError(f"a tree is [B, 1 to {MAX_TREE_NODES}], got shapes {shapes}")
+            names = ("tokens", "parents", "num_nodes")
+            got = [f"{name} {list(getattr(self, name).shape)}" for name in names]
+            raise ValueError(
+                "tokens and parents are [B, N] and num_nodes is [B], with N from 1 to "
+                f"{MAX_TREE_NODES}, got {', '.join(got)}"
+            )
         kinds = {self.tokens.dtype, self.parents.dtype, self.num_nodes.dtype}
         if kinds != {torch.int64}:
             raise ValueError(f"a tree's integers are int64, got {kinds}")

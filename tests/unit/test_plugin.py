@@ -191,10 +191,16 @@ BROKEN_RULES = {
     "chain(batch, num_nodes=None)": "TokenTree.num_nodes is a tensor, got NoneType",
     "chain(batch, num_nodes=right.num_nodes * 0)": "num_nodes is 1 to 2",
     "chain(batch, num_nodes=right.num_nodes + 9)": "num_nodes is 1 to 2",
-    "chain(batch, num_nodes=right.num_nodes[:0])": "got shapes ",
+    "chain(batch, num_nodes=right.num_nodes[:0])": (
+        "tokens and parents are [B, N] and num_nodes is [B], with N from 1 to 64, got tokens "
+        "[1, 2], parents [1, 2], num_nodes [0]"
+    ),
     "chain(batch, parents=put(right.parents, 1, 1))": "a parent comes before its children",
     "chain(batch, parents=put(right.parents, 0, 0))": "the root's parent is -1",
-    "chain(batch, 65)": "a tree is [B, 1 to 64], got shapes ",
+    "chain(batch, 65)": (
+        "TokenTree.tokens is [B, N] with N from 1 to 64, got [1, 65]; of a tree this server "
+        "verifies at most 12 nodes, the root included (DrafterContext.draft_tokens)"
+    ),
     "TokenTree(right.tokens[:0], right.parents[:0], right.num_nodes[:0])": (
         "a tree for each of the 1 requests is due, got 0"
     ),
