@@ -2,12 +2,14 @@
 
     python examples/stream_generate.py "The capital of France is"
 
-Each event holds all text so far. The last one tells how the speculation went.
+Each event holds all text so far, or what is new if the server was started with
+--incremental-streaming-output. The last one tells how the speculation went.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import sys
@@ -17,12 +19,18 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def events(url: str, api_key: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The decoded events of one streamed request."""
-    data = json.dumps({**body, "stream": True}).encode()
+def ask(url: str, api_key: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
+    """The response to a GET, or to a POST of a body."""
+    data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
     request = urllib.request.Request(url, data, headers)
-    with urllib.request.urlopen(request) as response:
+    response: http.client.HTTPResponse = urllib.request.urlopen(request)
+    return response
+
+
+def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The decoded events of a stream."""
+    with response:
         for line in response:
             text = line.decode().strip()
             if text == "data: [DONE]":
@@ -41,14 +49,17 @@ def main() -> None:
     options = parser.parse_args()
 
     body = {
+        "stream": True,
         "text": options.prompt,
         "sampling_params": {"temperature": 0, "max_new_tokens": options.max_new_tokens},
     }
+    with ask(f"{options.url}/server_info", options.api_key) as reply:
+        incremental = json.load(reply).get("incremental_streaming_output", False)
     shown = 0
     last: dict[str, Any] = {}
-    for last in events(f"{options.url}/generate", options.api_key, body):
+    for last in events(ask(f"{options.url}/generate", options.api_key, body)):
         print(last["text"][shown:], end="", flush=True)
-        shown = len(last["text"])
+        shown = 0 if incremental else len(last["text"])
     meta = last["meta_info"]
     print(f"\n[{meta['completion_tokens']} tokens, finish: {meta['finish_reason']['type']}]")
     if "spec_verify_ct" in meta:

@@ -67,6 +67,13 @@ def test_stream_generate(server: Server) -> None:
     assert figures.startswith(f"[{rounds} rounds, accept length ")
 
 
+def test_stream_generate_reads_what_is_new_too(server: Server, launch: Launch) -> None:
+    wanted = run("stream_generate.py", QUESTION, url=server.url)
+    other = launch("--incremental-streaming-output")
+    text, _ = wanted.rsplit("\n[64 tokens, finish: length]\n", 1)
+    assert run("stream_generate.py", QUESTION, url=other.url).startswith(f"{text}\n[64 tokens, ")
+
+
 def test_chat_openai(server: Server) -> None:
     options = ("--temperature", "0", "--max-tokens", "24")
     output = run("chat_openai.py", *options, "Name three rivers.", url=server.url)
