@@ -115,7 +115,10 @@ class ServingOptions:
         choices=("model", "openai"),
     )
     stream_interval: int = option(
-        1, help="Tokens between two chunks of a stream.", group="server", check=at_least(1)
+        1,
+        help="Tokens between two chunks of a stream, unless the request says it.",
+        group="server",
+        check=at_least(1),
     )
     incremental_streaming_output: bool = option(
         False,
