@@ -20,6 +20,14 @@ PARAMS = {"temperature": 0.8, "seed": 3, "frequency_penalty": 0.3, "max_new_toke
 GRAMMAR = {"temperature": 0, "regex": "[ab]{30}", "max_new_tokens": 40}
 
 
+@pytest.fixture(autouse=True)
+def _pythons_own_handler() -> Iterator[None]:
+    """Which a process that was started in the background does not have: SIGINT is ignored there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(params=["none", "NGRAM"])
 def llm(tiny_model_dir: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """Room for two requests, so that one of three waits; prompts come in pieces."""
