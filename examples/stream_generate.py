@@ -29,14 +29,19 @@ def ask(url: str, api_key: str, body: dict[str, Any] | None = None) -> http.clie
 
 
 def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The decoded events of a stream."""
+    """The decoded events of a stream; one that tells of an error, or a stream without an end, ends
+    the program."""
     with response:
         for line in response:
             text = line.decode().strip()
             if text == "data: [DONE]":
                 return
-            if text:
-                yield json.loads(text.removeprefix("data: "))
+            event = json.loads(text.removeprefix("data: ")) if text else {}
+            if "error" in event:
+                sys.exit(f"\nThe server gave up: {event['error']['message']}")
+            if event:
+                yield event
+    sys.exit("\nThe stream broke off.")
 
 
 def main() -> None:
@@ -47,17 +52,18 @@ def main() -> None:
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     options = parser.parse_args()
+    url = options.url.rstrip("/")
 
     body = {
         "stream": True,
         "text": options.prompt,
         "sampling_params": {"temperature": 0, "max_new_tokens": options.max_new_tokens},
     }
-    with ask(f"{options.url}/server_info", options.api_key) as reply:
+    with ask(f"{url}/server_info", options.api_key) as reply:
         incremental = json.load(reply).get("incremental_streaming_output", False)
     shown = 0
     last: dict[str, Any] = {}
-    for last in events(ask(f"{options.url}/generate", options.api_key, body)):
+    for last in events(ask(f"{url}/generate", options.api_key, body)):
         print(last["text"][shown:], end="", flush=True)
         shown = 0 if incremental else len(last["text"])
     meta = last["meta_info"]

@@ -40,15 +40,33 @@ class Interrupts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._handler is not None:
+        if self._handler is not None and self._stands():
             signal.signal(signal.SIGINT, self._handler)
-        self.deliver()
+        self._hand_on()
 
     def deliver(self) -> None:
         """Hand on the interrupt that waits, if one does."""
+        try:
+            self._hand_on()
+        finally:
+            self._adopt()
+
+    def _hand_on(self) -> None:
         if self._since is not None and self._handler is not None:
             self._since = None
             self._handler(signal.SIGINT, inspect.currentframe())
+
+    def _adopt(self) -> None:
+        """A handler that has set another one for the next time is taken at its word."""
+        if self._handler is None or self._stands():
+            return
+        handler = signal.getsignal(signal.SIGINT)
+        self._handler = handler if callable(handler) else None
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._take)
+
+    def _stands(self) -> bool:
+        return signal.getsignal(signal.SIGINT) == self._take
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self._since is None:

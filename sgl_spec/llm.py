@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -74,7 +75,8 @@ class LLM:
         self._failure = ""  # what broke the engine off
         self._seeds = random.Random(self.engine.args.random_seed)
         self._serial = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come in the middle of a call
+        self._calling = False
 
     @property
     def engine(self) -> Engine:
@@ -91,7 +93,8 @@ class LLM:
 
     def shutdown(self) -> None:
         """Let go of the model and its memory, when a call in another thread has ended. Doing it
-        twice does nothing."""
+        twice does nothing. A call in whose middle a signal's handler does it is a `RuntimeError`
+        after the step under way."""
         with self._lock:
             self._engine = None
 
@@ -138,11 +141,25 @@ class LLM:
         batch = _as_batch(prompts)
         params = _per_prompt("sampling", given, SamplingParams | Mapping, len(batch))
         asks = _per_prompt("logprobs", logprobs, LogprobParams, len(batch))
-        with self._lock:
+        with self._call():
             made = [self._requests(*one) for one in zip(batch, params, asks, strict=True)]
             requests = [request for of_prompt in made for request in of_prompt]
             chunks = self._run(requests)
             return [self._completion(request, chunks[request.rid]) for request in requests]
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """One at a time."""
+        with self._lock:
+            if self._calling:
+                raise RuntimeError(
+                    "A signal's handler cannot call generate in the middle of another call of it."
+                )
+            self._calling = True
+            try:
+                yield
+            finally:
+                self._calling = False
 
     def _requests(
         self, prompt: Prompt, params: Params, logprobs: LogprobParams | None
@@ -190,7 +207,7 @@ class LLM:
                     interrupts.deliver()
                     done.update((chunk.rid, chunk) for chunk in self._step() if chunk.finish)
             except BaseException:
-                if not self._failure:
+                if self._engine is not None:
                     self._drop(requests)
                 raise
         return done
@@ -270,7 +287,7 @@ def _as_params(params: Params) -> tuple[SamplingParams, int]:
     """The parameters, and how many completions they ask for."""
     if isinstance(params, SamplingParams):
         return params, 1
-    fields = dict(params or {})
+    fields = {name: value for name, value in (params or {}).items() if value is not None}
     choices = fields.pop("n", 1)
     if type(choices) is not int:
         raise InvalidRequestError(f"n must be an integer, got {choices!r}.", param="n")

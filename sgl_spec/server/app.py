@@ -234,7 +234,10 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:
 async def _on_bug(request: Request, error: Exception) -> Response:
     path = request.url.path
     message = f"The server failed on this request: {type(error).__name__}."
-    return Json(error_body(path, 500, "InternalServerError", message, None), 500)
+    reply = Json(error_body(path, 500, "InternalServerError", message, None), 500)
+    if "origin" in request.headers:  # this reply passes by the middleware
+        reply.headers["Access-Control-Allow-Origin"] = "*"
+    return reply
 
 
 def build_app(state: ServerState, api_key: str | None) -> FastAPI:

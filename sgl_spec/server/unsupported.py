@@ -47,6 +47,7 @@ UNSUPPORTED: Table = {
     "require_reasoning": Refuse((False,)),
     "max_thinking_tokens": Refuse(),
     # What else a reply may tell.
+    "moderation": Refuse(),
     "prompt_logprobs": Refuse(),
     "return_hidden_states": Refuse((False,)),
     "return_routed_experts": Refuse((False,)),
@@ -67,6 +68,7 @@ UNSUPPORTED: Table = {
     "routed_dp_rank": Refuse((0,)),
     "disagg_prefill_dp_rank": Refuse((0,)),
     "kv_transfer_params": Refuse(),
+    "prompt_cache_options": Refuse(),
     "priority": Refuse((0,)),
     "background": Refuse((False,)),
 }

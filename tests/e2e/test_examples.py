@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,35 @@ def test_examples_that_talk_carry_the_key(launch: Launch) -> None:
 def test_examples_say_in_a_line_that_nobody_answers(name: str) -> None:
     with pytest.raises(AssertionError, match=r"No server answers \(.*refused.*\)") as raised:
         run(name, "Hello", url="http://127.0.0.1:9")
+    assert "Traceback" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ('data: {"error": {"message": "The engine has ended."}}', "gave up: The engine has ended."),
+        ("", "The stream broke off."),
+    ],
+)
+def test_a_stream_that_fails_is_told_in_a_line(end: str, told: str) -> None:
+    class Fails(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send("{}")
+
+        def do_POST(self) -> None:
+            self.send(f'data: {{"text": " Par", "meta_info": {{}}}}\n\n{end}\n\n')
+
+        def send(self, body: str) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+    with HTTPServer(("127.0.0.1", 0), Fails) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/"
+        with pytest.raises(AssertionError, match=re.escape(told)) as raised:
+            run("stream_generate.py", "Hello", url=url)
+        server.shutdown()
     assert "Traceback" not in str(raised.value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -138,6 +139,60 @@ def test_an_alarm_of_the_program_s_own_may_be_any_error(llm: LLM) -> None:
             texts(llm)
     finally:
         signal.signal(signal.SIGINT, before)
+    all_is_back(llm)
+    assert texts(llm) == wanted
+
+
+def test_a_handler_may_set_another_for_the_next_time(llm: LLM) -> None:
+    """As programs do that ask once more before they quit."""
+    wanted = texts(llm)
+    llm.engine.scheduler.flush()
+    told: list[int] = []
+
+    def ask(number: int, _: object) -> None:
+        told.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, ask)
+    before_call(llm.engine.worker, "_decode", 1, interrupt)
+    assert texts(llm) == wanted
+    assert told == [signal.SIGINT]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    llm.engine.scheduler.flush()
+    signal.signal(signal.SIGINT, ask)
+    before_call(llm.engine.worker, "_decode", 1, interrupt)
+    before_call(llm.engine.worker, "_decode", 3, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        texts(llm)
+    all_is_back(llm)
+    signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    before_call(llm.engine.worker, "_decode", 1, interrupt)
+    assert texts(llm) == wanted
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_handler_may_shut_the_model_down(llm: LLM) -> None:
+    signal.signal(signal.SIGINT, lambda *_: (llm.shutdown(), sys.exit(3)))
+    before_call(llm.engine.worker, "_decode", 2, interrupt)
+    with pytest.raises(SystemExit):
+        texts(llm)
+    with pytest.raises(RuntimeError, match="shut down"):
+        texts(llm)
+
+
+def test_a_shut_down_within_a_step_ends_the_call_behind_it(llm: LLM) -> None:
+    before_call(llm.engine.worker, "_decode", 2, llm.shutdown)
+    with pytest.raises(RuntimeError, match="shut down"):
+        texts(llm)
+
+
+def test_a_handler_cannot_call_in_the_middle_of_a_call(llm: LLM) -> None:
+    wanted = texts(llm)
+    llm.engine.scheduler.flush()
+    signal.signal(signal.SIGINT, lambda *_: texts(llm))
+    before_call(llm.engine.worker, "_decode", 2, interrupt)
+    with pytest.raises(RuntimeError, match="in the middle of another call"):
+        texts(llm)
     all_is_back(llm)
     assert texts(llm) == wanted
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from test_protocol_requests import INFO
@@ -14,6 +15,7 @@ from sgl_spec.args import ServerArgs
 from sgl_spec.errors import InvalidRequestError
 from sgl_spec.messages import Chunks, OutputChunk, Submit, ToEngine
 from sgl_spec.request import FinishReason, Logprobs
+from sgl_spec.server.app import ServerState, build_app
 from sgl_spec.server.frontend import Frontend
 from sgl_spec.server.http import OPEN_PATHS, ApiKey
 from sgl_spec.server.output import failure_of
@@ -208,3 +210,25 @@ def test_a_key_may_hold_any_characters(key: str) -> None:
     assert status("/generate") == 401
     assert [status(path) for path in OPEN_PATHS] == [200, 200, 200]
     assert [status(path) for path in ("/healthy", "/health/x", "/metrics2")] == [401] * 3
+
+
+@pytest.mark.parametrize("origin", [None, "http://a.page"])
+def test_a_fault_of_ours_is_a_500_that_pages_can_read(
+    monkeypatch: pytest.MonkeyPatch, origin: str | None
+) -> None:
+    def fault(*_: object) -> None:
+        raise ValueError("ours")
+
+    state = ServerState()
+    state.problem, state.service = None, Rig().service
+    monkeypatch.setattr(Service, "models", fault)
+    transport = httpx.ASGITransport(build_app(state, None), raise_app_exceptions=False)
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.get("/v1/models", headers={"Origin": origin} if origin else {})
+
+    reply = asyncio.run(ask())
+    assert reply.status_code == 500
+    assert "The server failed on this request: ValueError." in reply.text
+    assert reply.headers.get("access-control-allow-origin") == ("*" if origin else None)
