@@ -145,6 +145,23 @@ def test_drafts_that_do_not_pay_rest_behind_other_work_too() -> None:
     assert drafted.count(True) < 20
 
 
+def test_a_round_is_counted_when_the_next_one_begins() -> None:
+    """Reading a mark waits for the device, which may be at what the drafter left there."""
+    waits: list[float] = []
+
+    class Slow(At):
+        def ms_until(self, later: At) -> float:
+            waits.append(later.ms)
+            return super().ms_until(later)
+
+    server = Server(12.0, 2.0)
+    server.trees = SeamTrees(lambda: 0, lambda: Slow(server.now))
+    server.rounds(2)
+    assert waits == []
+    server.round()
+    assert waits == [2 * PLAIN_MS]
+
+
 def test_forgotten_accounts_are_opened_again() -> None:
     server = opened(Server(40.0, 1.0))
     server.rounds(20)

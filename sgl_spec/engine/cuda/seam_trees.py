@@ -52,10 +52,12 @@ class SeamTrees:
         self._tried: set[int] = set()  # batch sizes that had drafts
         self._round: _Round | None = None
         self._ended: Mark | None = None
+        self._over: tuple[_Round, float, Mark, Mark] | None = None  # not counted yet
 
     def begin(self, requests: int, *, wanted: bool) -> bool:
         """A round of so many requests begins. wanted: whether any of them may have drafts. Returns
         whether to make some."""
+        self._count()
         size = 1 << (requests - 1).bit_length()
         firsts = self._firsts.setdefault(size, [])
         asks = False
@@ -75,11 +77,16 @@ class SeamTrees:
         first = this.asked and this.size not in self._tried
         if first:  # what it needs may have been compiled
             self._tried.add(this.size)
-        if first or this.since is None or this.made != self._made():
-            return
-        self._note(this, tokens, this.since.ms_until(now))
+        if not first and this.since is not None and this.made == self._made():
+            self._over = this, tokens, this.since, now
 
-    def _note(self, this: _Round, tokens: float, ms: float) -> None:
+    def _count(self) -> None:
+        """Note the round that is over: not at once, as the device may be at what its drafter left
+        there, which the host need not wait for."""
+        if self._over is None:
+            return
+        (this, tokens, since, now), self._over = self._over, None
+        ms = since.ms_until(now)
         firsts = self._firsts[this.size]
         if len(firsts) < FIRST:
             firsts.append(ms)
@@ -93,6 +100,7 @@ class SeamTrees:
     def stats(self) -> dict[str, float]:
         """seam_asked, seam_left: rounds with and without drafts. seam_rest: 1 while drafts rest.
         seam_tree_ms, seam_plain_ms: what both kinds take lately, at the present batch size."""
+        self._count()
         known = self.ledger.stats()
         figures = {"seam_asked": float(self.asked), "seam_left": float(self.left)}
         names = {
