@@ -185,6 +185,9 @@ def _joined_parts(where: str, parts: list[Any]) -> str:
             _refuse(f"{where}[{index}].type", '"text" (only text is served)', kind)
         if kind is None or not isinstance(part.get("text"), str):
             _refuse(f"{where}[{index}]", 'an object {"type": "text", "text": "..."}', part)
+        for key, value in part.items():
+            if key not in ("type", "text") and value is not None:
+                _refuse(f"{where}[{index}].{key}", "left out: a part has type and text", value)
         texts.append(part["text"])
     # A space between parts, as SGLang joins them.
     return " ".join(texts)

@@ -167,6 +167,10 @@ def test_text_parts_become_one_string(make_dir: Callable[..., Path]) -> None:
         ([], "at least one message"),
         (["hi"], r"messages\[0\] must be an object"),
         ([{"content": "hi"}], r"messages\[0\]\.role must be a string, got null"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a", "more": 1}]}],
+            r"messages\[0\]\.content\[0\]\.more must be left out",
+        ),
         ([{"role": 1, "content": "hi"}], r"role must be a string, got 1"),
         ([{"role": "user", "content": 5}], r"messages\[0\]\.content must be a string or a list"),
         (
