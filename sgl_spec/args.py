@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import secrets
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +33,15 @@ from sgl_spec.draft_shape import (
 )
 from sgl_spec.errors import ConfigError
 from sgl_spec.options import (
+    HELP_FLAGS,
+    Declared,
     build_parser,
     convert,
     declared,
-    drop_faulty,
-    flag_table,
     gather,
+    group_words,
     raise_all,
+    read_own,
 )
 from sgl_spec.serving_options import (
     CHUNK_TOKENS,
@@ -48,6 +50,7 @@ from sgl_spec.serving_options import (
     RUNNING_REQUESTS_WITH_SPECULATION,
 )
 from sgl_spec.sglang_flags import (
+    UnknownOption,
     foreign_tables,
     read_foreign,
     read_keywords,
@@ -70,7 +73,7 @@ class ServerArgs(SpeculationOptions):
 
         def __new__(cls, **given: Any) -> ServerArgs:
             """Refuse unknown keywords with a suggestion, before the generated `__init__` would."""
-            raise_all(_unknown(given))
+            raise_all(_unknown(given, cls.__dataclass_fields__))
             return super().__new__(cls)
 
     without_effect: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
@@ -95,20 +98,16 @@ class ServerArgs(SpeculationOptions):
         --help and --version print and exit as argparse does.
         """
         options = declared(cls)
-        parser = build_parser(options, "sgl-spec", _ABOUT, __version__)
+        for token in argv:
+            if token in HELP_FLAGS:
+                build_parser(options, "sgl-spec", _ABOUT, __version__).parse_args([token])
         refused: list[ConfigError] = []
-        try:
-            known, leftover = parser.parse_known_args(drop_faulty(argv, options, refused))
-        except ConfigError as error:
-            raise_all([*refused, error])
-            raise
-        notes: list[str] = []
-        with gather(refused):
-            notes = read_foreign(leftover, options)
-        if "model_path" not in known and all(error.param != "model_path" for error in refused):
+        given, others = read_own(group_words(argv), options, refused)
+        notes = read_foreign(others, options, refused)
+        if "model_path" not in {*given, *_unsound(refused)}:
             message = "--model-path is required: smollm2, a directory or a hub id."
             refused.append(ConfigError(message, param="model_path"))
-        return cls._made(vars(known), notes, refused)
+        return cls._made(given, notes, refused)
 
     @classmethod
     def from_keywords(cls, **given: Any) -> ServerArgs:
@@ -116,11 +115,9 @@ class ServerArgs(SpeculationOptions):
         line; `ConfigError` as in `from_cli`."""
         options = declared(cls)
         refused: list[ConfigError] = []
-        notes: list[str] = []
         own, foreign = split_foreign(given, options)
-        with gather(refused):
-            notes = read_keywords(foreign, options)
-        refused += _unknown(own)
+        notes = read_keywords(foreign, options, refused)
+        refused += _unknown(own, options)
         return cls._made({k: v for k, v in own.items() if k in options}, notes, refused)
 
     @classmethod
@@ -135,8 +132,7 @@ class ServerArgs(SpeculationOptions):
                 typed[name] = convert(options[name], value)
         made = cls(**({"model_path": EMBEDDED_MODEL} | typed), without_effect=tuple(notes))
         if refused:
-            unsound = [error.param for error in refused if error.param is not None]
-            refused += map(ConfigError, contradictions(made, unsound))
+            refused += map(ConfigError, contradictions(made, _unsound(refused)))
             raise_all(refused)
         return made
 
@@ -218,10 +214,16 @@ class ResolvedArgs(ServerArgs):
         return sampled_shape(self)
 
 
-def _unknown(given: Iterable[str]) -> list[ConfigError]:
-    """The errors for keywords that `ServerArgs` does not have."""
-    names = [name for name in given if name not in ServerArgs.__dataclass_fields__]
-    return [unknown_keyword(name, declared(ServerArgs)) for name in names]
+def _unknown(given: Iterable[str], known: Collection[str]) -> list[ConfigError]:
+    """The errors for keywords that are none of these."""
+    options = declared(ServerArgs)
+    return [unknown_keyword(name, options) for name in given if name not in known]
+
+
+def _unsound(refused: Iterable[ConfigError]) -> list[str]:
+    """The fields of which these errors speak, also as what was meant."""
+    named = [(e.param, e.meant if isinstance(e, UnknownOption) else None) for e in refused]
+    return [name for pair in named for name in pair if name is not None]
 
 
 def _decide(args: ServerArgs) -> dict[str, Any]:
@@ -272,7 +274,22 @@ def _shape(args: ServerArgs) -> dict[str, int]:
 
 def flags_page() -> str:
     """The text of docs/flags.md."""
-    return _PAGE_HEAD + flag_table(declared(ServerArgs)) + foreign_tables()
+    return _PAGE_HEAD + _flag_table(declared(ServerArgs)) + foreign_tables()
+
+
+def _flag_table(options: Mapping[str, Declared]) -> str:
+    """The options as a Markdown table per group."""
+    lines: list[str] = []
+    group = ""
+    for opt in options.values():
+        if opt.about.group != group:
+            group = opt.about.group
+            lines += ["", f"## {group.capitalize()}", ""]
+            lines += ["| flag | value | default | meaning |", "|---|---|---|---|"]
+        flags = ", ".join(f"`{flag}`" for flag in opt.flags)
+        value = "switch" if opt.kind is bool else opt.allowed
+        lines.append(f"| {flags} | {value} | {opt.default_text} | {opt.about.help} |")
+    return "\n".join(lines).lstrip("\n") + "\n"
 
 
 _PAGE_HEAD = """\

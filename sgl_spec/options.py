@@ -264,11 +264,13 @@ def gather(refused: list[ConfigError]) -> Iterator[None]:
 
 
 def raise_all(refused: Sequence[ConfigError]) -> None:
-    """Raise what was refused, if anything: several sentences are the lines of one error."""
-    if len(refused) == 1:
+    """Raise what was refused, if anything: several sentences are the lines of one error, each told
+    once."""
+    sentences = dict.fromkeys(error.message for error in refused)
+    if len(sentences) == 1:
         raise refused[0]
-    if refused:
-        raise ConfigError("\n".join(error.message for error in refused))
+    if sentences:
+        raise ConfigError("\n".join(sentences))
 
 
 def near(word: str, known: Iterable[str]) -> str:
@@ -279,53 +281,94 @@ def near(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {match[0]}?)" if match else ""
 
 
-def drop_faulty(
-    argv: Sequence[str], options: Mapping[str, Declared], refused: list[ConfigError]
-) -> list[str]:
-    """The arguments without flags that lack their value and switches that were given one, of which
-    the parser would tell the first alone; they are `refused`."""
-    by_flag = {flag: opt for opt in options.values() for flag in opt.flags}
-    kept = []
-    for token, behind in zip(argv, [*argv, "--"][1:], strict=True):
-        flag, stuck, value = token.partition("=")
-        opt = by_flag.get(flag)
-        fault = opt and _fault(opt, value if stuck else None, behind)
-        if opt is None or fault is None:
-            kept.append(token)
+HELP_FLAGS = ("-h", "--help", "--version")
+Words = tuple[str, tuple[str, ...]]
+"""A flag of a command line and the words behind it, the first of which may follow a "="."""
+
+
+def group_words(argv: Sequence[str]) -> list[Words]:
+    """The flags of a command line in order, with their words. A word before any flag stands where a
+    flag would."""
+    groups: list[Words] = []
+    for token in argv:
+        flag, words = groups[-1] if groups else ("", ())
+        if _begins_flag(token, behind_flag=flag.startswith("-") and not words):
+            name, stuck, value = token.partition("=")
+            groups.append((name, (value,) if stuck else ()))
+        elif flag.startswith("-"):
+            groups[-1] = (flag, (*words, token))
         else:
-            refused.append(ConfigError(f"{opt.flags[0]} {fault}.", param=opt.name))
-    return kept
+            groups.append((token, ()))
+    return groups
 
 
-def _fault(opt: Declared, value: str | None, behind: str) -> str | None:
-    """What is wrong between a flag and its value. value: the one behind its "="."""
+def _begins_flag(token: str, *, behind_flag: bool) -> bool:
+    """A word with a single dash right behind a flag is its value: a key or a name may begin so."""
+    if token in HELP_FLAGS:
+        return True
+    if " " in token.partition("=")[0]:
+        return False
+    return token.startswith("--") or (not behind_flag and bool(re.match("-[A-Za-z]", token)))
+
+
+def read_own(
+    groups: Iterable[Words], options: Mapping[str, Declared], refused: list[ConfigError]
+) -> tuple[dict[str, Any], list[Words]]:
+    """The values of `options` by field name, as they were typed, and the groups of other flags.
+    What no flag takes and flags that lack their value are `refused`.
+
+    Prefixes of flags are not accepted: a prefix that works today becomes ambiguous, or another
+    flag, when an option is added. Shortened names in wide use are declared as aliases instead.
+    """
+    by_flag = {flag: opt for opt in options.values() for flag in opt.flags}
+    values: dict[str, Any] = {}
+    others: list[Words] = []
+    for flag, words in groups:
+        opt = by_flag.get(flag)
+        if opt is not None:
+            with gather(refused):
+                values[opt.name] = _read(opt, words)
+            if opt.kind not in (bool, tuple):
+                refused += map(stray, words[1:])
+        elif flag in HELP_FLAGS:
+            refused.append(no_value(flag, words))
+        else:
+            others.append((flag, words))
+    return values, others
+
+
+def _read(opt: Declared, words: tuple[str, ...]) -> object:
     if opt.kind is bool:
-        return None if value is None else f"is a switch and takes no value, got {value!r}"
-    lacks = value is None and behind.startswith("--") and " " not in behind
-    return "needs a value and none was given" if lacks else None
+        if words:
+            raise no_value(opt.flags[0], words, opt.name)
+        return True
+    if not words:
+        raise lacks_value(opt.flags[0], opt.name)
+    return list(words) if opt.kind is tuple else words[0]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        found = re.match(r"argument (\S+?)(?:/\S+)*: (.*)", message)
-        flag, reason = found.groups() if found else ("", message)
-        if re.match("expected (one|at least one) argument", reason):
-            raise ConfigError(f"{flag} needs a value and none was given.")
-        if reason.startswith("ignored explicit argument"):
-            raise ConfigError(f"{flag} is a switch and takes no value, got {reason.split()[-1]}.")
-        raise ConfigError(f"{flag} {reason}.".strip())
+def no_value(flag: str, words: Sequence[str], param: str | None = None) -> ConfigError:
+    """The error for a switch that was given `words`."""
+    message = f"{flag} is a switch and takes no value, got {' '.join(words)!r}."
+    return ConfigError(message, param=param)
+
+
+def lacks_value(flag: str, param: str | None = None) -> ConfigError:
+    """The error for a flag that stands alone and may not."""
+    return ConfigError(f"{flag} needs a value and none was given.", param=param)
+
+
+def stray(word: str) -> ConfigError:
+    """The error for a word that no flag takes."""
+    return ConfigError(f"{word!r} belongs to no flag; see --help.")
 
 
 def build_parser(
     options: Mapping[str, Declared], prog: str, about: str, version: str = ""
 ) -> argparse.ArgumentParser:
-    """The parser for `options`; values stay strings (`convert` types them), absent flags absent.
-    version: what --version prints.
-
-    Prefixes of flags are not accepted: a prefix that works today becomes ambiguous, or another
-    flag, when an option is added. Shortened names in wide use are declared as aliases instead.
-    """
-    parser = _Parser(prog=prog, description=about, allow_abbrev=False)
+    """The parser that prints the help of `options`; `read_own` reads them. version: what --version
+    prints."""
+    parser = argparse.ArgumentParser(prog=prog, description=about, allow_abbrev=False)
     if version:
         parser.add_argument("--version", action="version", version=f"{prog} {version}")
     groups: dict[str, Any] = {}
@@ -347,33 +390,3 @@ def build_parser(
 def _help_facts(opt: Declared) -> str:
     limited = opt.about.choices or opt.about.check not in (None, NOT_EMPTY)
     return (f"{opt.allowed}; " if limited else "") + f"default: {opt.default_text}"
-
-
-def flag_table(options: Mapping[str, Declared]) -> str:
-    """The options as a Markdown table per group."""
-    lines: list[str] = []
-    group = ""
-    for opt in options.values():
-        if opt.about.group != group:
-            group = opt.about.group
-            lines += ["", f"## {group.capitalize()}", ""]
-            lines += ["| flag | value | default | meaning |", "|---|---|---|---|"]
-        flags = ", ".join(f"`{flag}`" for flag in opt.flags)
-        value = "switch" if opt.kind is bool else opt.allowed
-        lines.append(f"| {flags} | {value} | {opt.default_text} | {opt.about.help} |")
-    return "\n".join(lines).lstrip("\n") + "\n"
-
-
-def split_unknown(leftover: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """Pairs (flag, its values) from the arguments that the parser did not know. A value before any
-    flag stands where a flag would."""
-    pairs: list[tuple[str, tuple[str, ...]]] = []
-    for token in leftover:
-        if token.startswith("--"):
-            flag, _, value = token.partition("=")
-            pairs.append((flag, (value,) if "=" in token else ()))
-        elif pairs:
-            pairs[-1] = (pairs[-1][0], (*pairs[-1][1], token))
-        else:
-            pairs.append((token, ()))
-    return pairs

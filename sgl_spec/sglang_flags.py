@@ -7,12 +7,22 @@ works here, or says which parts cannot.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sgl_spec.errors import ConfigError
-from sgl_spec.options import Declared, flag_of, gather, near, raise_all, split_unknown
+from sgl_spec.options import (
+    Declared,
+    Words,
+    flag_of,
+    gather,
+    lacks_value,
+    near,
+    no_value,
+    stray,
+)
 from sgl_spec.sglang_families import ABSENT, NO_SPEED
 
 
@@ -125,7 +135,7 @@ OWN_WORDS: dict[str, ForeignFlag] = {
     "--sampling-backend": ForeignFlag(
         "there is one sampling path; leave it out", ("auto", "pytorch")
     ),
-    "--cpu-offload-gb": ForeignFlag("the weights must fit the device", ("0",)),
+    "--cpu-offload-gb": ForeignFlag("the weights must fit the device", ("0", "0.0")),
     "--schedule-conservativeness": _ignored("slots are reserved exactly, there is no estimate"),
     "--enable-mixed-chunk": _ignored_switch("prefill chunks and rounds alternate"),
     "--num-continuous-decode-steps": _ignored("the scheduler looks for requests every round"),
@@ -211,6 +221,16 @@ FOREIGN_ALIASES: dict[str, str] = {
     "--moe-data-parallel-size": "--moe-dp-size",
 }
 
+
+class UnknownOption(ConfigError):
+    """A flag or keyword that nobody knows. meant: the field of the option that it is near to, which
+    is thus not as the user wants it."""
+
+    def __init__(self, message: str, *, param: str | None = None, meant: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.meant = meant
+
+
 # What users of vLLM write, and what means the same here.
 VLLM_FLAGS: dict[str, str] = {
     "--max-model-len": "--context-length",
@@ -226,12 +246,19 @@ def lookup_foreign(flag: str) -> ForeignFlag | None:
     return FOREIGN_FLAGS.get(FOREIGN_ALIASES.get(flag, flag))
 
 
-def read_foreign(leftover: Sequence[str], own: Mapping[str, Declared]) -> list[str]:
-    """Sentences for the log about the arguments that are no option of ours.
-
-    `ConfigError` with one line for each of them that is refused or that nobody knows.
-    """
-    return _all_or_none([_Given(flag, values) for flag, values in split_unknown(leftover)], own)
+def read_foreign(
+    groups: Sequence[Words], own: Mapping[str, Declared], refused: list[ConfigError]
+) -> list[str]:
+    """Sentences for the log about the flags of a command line that are no option of ours; those
+    that are not supported or that nobody knows are `refused`, one error each."""
+    notes: list[str] = []
+    for flag, words in groups:
+        entry = lookup_foreign(flag)
+        taken = 1 if entry and not entry.switch and not entry.several else len(words)
+        with gather(refused):
+            notes.append(_judge(flag, words[:taken], own))
+        refused += map(stray, words[taken:])
+    return notes
 
 
 def split_foreign(
@@ -246,25 +273,20 @@ def split_foreign(
     return {name: value for name, value in given.items() if name not in foreign}, foreign
 
 
-def read_keywords(foreign: Mapping[str, Any], own: Mapping[str, Declared]) -> list[str]:
-    """Sentences for the log about SGLang's flags as keywords; `ConfigError` as in `read_foreign`.
+def read_keywords(
+    foreign: Mapping[str, Any], own: Mapping[str, Declared], refused: list[ConfigError]
+) -> list[str]:
+    """Sentences for the log about SGLang's flags as keywords; `refused` as in `read_foreign`.
 
-    None and False ask for nothing, as an absent flag does.
+    None, False and an empty list ask for nothing, as an absent flag does.
     """
-    asked = [
-        _Given(flag_of(name), _words(value))
-        for name, value in foreign.items()
-        if value is not None and value is not False
-    ]
-    return _all_or_none(asked, own)
-
-
-@dataclass(frozen=True)
-class _Given:
-    """A flag as it was given, with its values."""
-
-    flag: str
-    values: tuple[str, ...]
+    notes: list[str] = []
+    for name, value in foreign.items():
+        empty = isinstance(value, (list, tuple, dict)) and not value
+        if value is not None and value is not False and not empty:
+            with gather(refused):
+                notes.append(_judge(flag_of(name), _words(value), own))
+    return notes
 
 
 def _words(value: object) -> tuple[str, ...]:
@@ -273,45 +295,46 @@ def _words(value: object) -> tuple[str, ...]:
     return tuple(map(str, value)) if isinstance(value, (list, tuple)) else (str(value),)
 
 
-def _all_or_none(asked: Sequence[_Given], own: Mapping[str, Declared]) -> list[str]:
-    notes: list[str] = []
-    refused: list[ConfigError] = []
-    for one in asked:
-        with gather(refused):
-            notes.append(_judge(one, own))
-    raise_all(refused)
-    return notes
-
-
-def _judge(given: _Given, own: Mapping[str, Declared]) -> str:
+def _judge(flag: str, values: tuple[str, ...], own: Mapping[str, Declared]) -> str:
     """A sentence for the log when the flag changes nothing; raises `ConfigError` otherwise."""
-    flag, values = given.flag, given.values
     entry = lookup_foreign(flag)
     if entry is None:
         raise unknown_flag(flag, own)
     if not entry.switch and not values:
-        raise ConfigError(f"{flag} needs a value and none was given.")
+        raise lacks_value(flag)
     if entry.switch and values:
-        raise ConfigError(f"{flag} is a switch and takes no value, got {' '.join(values)!r}.")
-    if len(values) > 1 and not entry.several:
-        raise unknown_flag(values[1], own)
+        raise no_value(flag, values)
     seen = " ".join((flag, *values))
+    if len(values) > 1 and not entry.several:
+        raise ConfigError(f"{flag} takes one value, got {' '.join(values)!r}.")
     if entry.ignored:
         return f"{seen} changes nothing here: {entry.advice}."
-    if values and values[0].lower() in entry.harmless:
+    if values and _plain(values[0]) in entry.harmless:
         return f"{seen} changes nothing here."
     raise ConfigError(f"{seen} is not supported by this version: {entry.advice}.")
 
 
+def _plain(value: str) -> str:
+    """A value as `harmless` has it: in lower case, JSON without blanks."""
+    return "".join(value.split()) if value.lstrip().startswith("{") else value.lower()
+
+
 def unknown_flag(flag: str, own: Mapping[str, Declared]) -> ConfigError:
     """The error for a flag that nobody knows, with the nearest one that would be accepted."""
-    if not flag.startswith("-"):
-        return ConfigError(f"{flag!r} belongs to no flag; see --help.")
-    flags = [name for opt in own.values() for name in opt.flags]
+    if not re.match("--?[A-Za-z]", flag) or " " in flag:
+        return stray(flag)
+    flags = {name: opt.name for opt in own.values() for name in opt.flags}
     known = [*FOREIGN_FLAGS, *FOREIGN_ALIASES]
     accepted = [name for name in known if FOREIGN_FLAGS[FOREIGN_ALIASES.get(name, name)].accepted]
     hint = _of_vllm(flag) or near(flag, flags) or near(flag, accepted)
-    return ConfigError(f"{flag} is not an option{hint}; see --help.")
+    message = f"{flag} is not an option{hint}; see --help."
+    return UnknownOption(message, meant=flags.get(_named(hint)))
+
+
+def _named(hint: str) -> str:
+    """The flag or keyword that a hint names first."""
+    found = re.search(r"mean ([\w-]+)", hint)
+    return found[1] if found else ""
 
 
 def _of_vllm(flag: str) -> str:
@@ -330,7 +353,7 @@ def unknown_keyword(name: str, own: Mapping[str, Declared]) -> ConfigError:
     known = aliases.get(flag_of(name))
     of_vllm = _of_vllm(flag_of(name)).replace("--", "").replace("-", "_")
     hint = f" (did you mean {known}?)" if known else of_vllm or near(name, own)
-    return ConfigError(f"{name} is not an option{hint}.", param=name)
+    return UnknownOption(f"{name} is not an option{hint}.", param=name, meant=_named(hint))
 
 
 def foreign_tables() -> str:

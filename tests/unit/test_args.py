@@ -429,13 +429,14 @@ def test_the_api_key_is_shown_nowhere() -> None:
 
 # --- what is refused, and how --------------------------------------------------------------------
 
+_METRICS = "--enable-metrics is a switch and takes no value, got 'yes'."
 REFUSED: list[tuple[list[str], str]] = [
     (["--port", "70000"], "--port must be an integer from 1 to 65535, got 70000."),
     (["--port", "http"], "--port must be an integer from 1 to 65535, got 'http'."),
     (["--port", "1.5"], "--port must be an integer from 1 to 65535, got '1.5'."),
     (["--port"], "--port needs a value and none was given."),
     (["--model"], "--model-path needs a value and none was given."),
-    (["--enable-metrics=yes"], "--enable-metrics is a switch and takes no value, got 'yes'."),
+    (["--enable-metrics=yes"], _METRICS),
     (["--host", ""], "--host must be a non-empty string, got ''."),
     (["--api-key", ""], "--api-key must be a non-empty string, got ''."),
     (["--api-key", "k\udcff"], "--api-key must be text in UTF-8, got byte 0xff at position 1."),
@@ -767,6 +768,27 @@ REFUSED: list[tuple[list[str], str]] = [
         ["--mem-fraction-static=much"],
         "--mem-fraction-static must be a number above 0 and below 1, got 'much'.",
     ),
+    (["--host", "h", "-hx"], "-hx is not an option; see --help."),
+    (["--host", "h", "-port", "3"], "-port is not an option (did you mean --port?); see --help."),
+    (["--help=x"], "--help is a switch and takes no value, got 'x'."),
+    (["--", "--port", "3"], "'--' belongs to no flag; see --help."),
+    (["--host", "h", "-5"], "'-5' belongs to no flag; see --help."),
+    (["--log-requests", "--enable-metrics", "true"], _METRICS.replace("yes", "true")),
+    (["--numa-node", "0", "--port", "3", "stray"], "'stray' belongs to no flag; see --help."),
+    (
+        ["--tp-size", "--port", "3", "1"],
+        "'1' belongs to no flag; see --help.\n--tp-size needs a value and none was given.",
+    ),
+    (
+        ["--dp", "2", "stray"],
+        "--dp 2 is not supported by this version: the model runs in one engine process; leave it "
+        "out or set it to 1.\n'stray' belongs to no flag; see --help.",
+    ),
+    (
+        ["--qqq", "1", "--prot", "--qqq", "2", "--prot"],
+        "--qqq is not an option; see --help.\n"
+        "--prot is not an option (did you mean --port?); see --help.",
+    ),
     (["--tp", "1", "stray"], "'stray' belongs to no flag; see --help."),
     (
         [
@@ -864,6 +886,52 @@ def test_what_depends_on_a_refused_value_is_not_told(line: str, first: int) -> N
         ServerArgs.from_cli(["--model-path", "smollm2", *line.split()]).resolve()
     assert "\n" not in caught.value.message
     assert caught.value.message.startswith(line.split()[first * 2])
+
+
+@pytest.mark.parametrize("value", ["-abc", "-", "-1e-3", "-7b", "-x=y"])
+def test_a_value_may_begin_with_a_dash(value: str) -> None:
+    args = ServerArgs.from_cli(["--model-path", value, "--api-key", value, "--port", "3"])
+    assert (args.model_path, args.api_key, args.port) == (value, value, 3)
+
+
+def test_a_refused_value_with_a_dash_hides_no_other_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse("--mem-fraction-static", "-1e-3", "--foo", "1", "--port", "-x", "--tp", "2")
+    assert caught.value.message.splitlines() == [
+        "--foo is not an option; see --help.",
+        "--tp 2 is not supported by this version: the model runs in one engine process; leave it "
+        "out or set it to 1.",
+        "--mem-fraction-static must be a number above 0 and below 1, got -0.001.",
+        "--port must be an integer from 1 to 65535, got '-x'.",
+    ]
+
+
+def test_a_mistyped_option_is_not_also_missing() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(*EAGLE3, "--speculative-num-step", "3", TOPK, "4", NODES, "16")
+    assert caught.value.message == (
+        "--speculative-num-step is not an option (did you mean --speculative-num-steps?); see "
+        "--help."
+    )
+    with pytest.raises(ConfigError) as caught:
+        ServerArgs.from_keywords(
+            model_path="smollm2",
+            speculative_algorithm="EAGLE3",
+            speculative_num_step=3,
+            speculative_eagle_topk=4,
+        )
+    assert caught.value.message == (
+        "speculative_num_step is not an option (did you mean speculative_num_steps?)."
+    )
+    with pytest.raises(ConfigError) as caught:
+        ServerArgs.from_cli(["--modl-path", "m"])
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["without_effect", "logged"])
+def test_what_the_server_notes_of_its_options_is_no_keyword(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} is not an option\.$"):
+        ServerArgs.from_keywords(**{"model_path": "m", name: ("said",)})
 
 
 def test_keywords_are_told_at_once() -> None:
@@ -973,6 +1041,18 @@ def test_keywords_may_hold_sglang_s_other_flags(caplog: pytest.LogCaptureFixture
     assert "--log-requests" not in caplog.text
     ServerArgs.from_keywords(model_path="m", cuda_graph_bs_prefill=[1, 2]).resolve()
     assert "--cuda-graph-bs-prefill 1 2 changes nothing here" in caplog.text
+
+
+def test_spellings_of_what_asks_for_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    parse("--cpu-offload-gb", "0.0", "--json-model-override-args", "{ }")
+    assert "--cpu-offload-gb 0.0 changes nothing here" in caplog.text
+    assert "--json-model-override-args { } changes nothing here" in caplog.text
+    args = ServerArgs.from_keywords(model_path="m", lora_paths=[], numa_node=[], cpu_offload_gb=0.0)
+    assert args.without_effect == ("--cpu-offload-gb 0.0 changes nothing here.",)
+    with pytest.raises(ConfigError, match="--lora-paths x is not supported"):
+        ServerArgs.from_keywords(model_path="m", lora_paths=["x"])
+    with pytest.raises(ConfigError, match="--tp-size takes one value, got '1 2'"):
+        ServerArgs.from_keywords(model_path="m", tp_size=[1, 2])
 
 
 def test_keywords_that_are_refused_are_named_together() -> None:
