@@ -273,12 +273,21 @@ def raise_all(refused: Sequence[ConfigError]) -> None:
         raise ConfigError("\n".join(sentences))
 
 
-def near(word: str, known: Iterable[str]) -> str:
-    """` (did you mean X?)`, or nothing when no known word is close."""
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that is close, if one is."""
     pool = list(known)
     longer = [entry for entry in pool if entry.startswith(word)]
-    match = difflib.get_close_matches(word, pool, n=1, cutoff=0.7) or longer[:1]
-    return f" (did you mean {match[0]}?)" if match else ""
+    return next(iter(difflib.get_close_matches(word, pool, n=1, cutoff=0.7) or longer), None)
+
+
+def suggestion(word: str | None) -> str:
+    """` (did you mean X?)`, or nothing for None."""
+    return "" if word is None else f" (did you mean {word}?)"
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """The suggestion of what is `nearest`."""
+    return suggestion(nearest(word, known))
 
 
 HELP_FLAGS = ("-h", "--help", "--version")
@@ -287,8 +296,7 @@ Words = tuple[str, tuple[str, ...]]
 
 
 def group_words(argv: Sequence[str]) -> list[Words]:
-    """The flags of a command line in order, with their words. A word before any flag stands where a
-    flag would."""
+    """The flags of a line in order, with their words; a word before any flag stands for one."""
     groups: list[Words] = []
     for token in argv:
         flag, words = groups[-1] if groups else ("", ())
@@ -317,8 +325,7 @@ def read_own(
     """The values of `options` by field name, as they were typed, and the groups of other flags.
     What no flag takes and flags that lack their value are `refused`.
 
-    Prefixes of flags are not accepted: a prefix that works today becomes ambiguous, or another
-    flag, when an option is added. Shortened names in wide use are declared as aliases instead.
+    Prefixes of flags are not accepted: one that works today is ambiguous when an option is added.
     """
     by_flag = {flag: opt for opt in options.values() for flag in opt.flags}
     values: dict[str, Any] = {}

@@ -19,9 +19,10 @@ from sgl_spec.options import (
     flag_of,
     gather,
     lacks_value,
-    near,
+    nearest,
     no_value,
     stray,
+    suggestion,
 )
 from sgl_spec.sglang_families import ABSENT, NO_SPEED
 
@@ -326,20 +327,14 @@ def unknown_flag(flag: str, own: Mapping[str, Declared]) -> ConfigError:
     flags = {name: opt.name for opt in own.values() for name in opt.flags}
     known = [*FOREIGN_FLAGS, *FOREIGN_ALIASES]
     accepted = [name for name in known if FOREIGN_FLAGS[FOREIGN_ALIASES.get(name, name)].accepted]
-    hint = _of_vllm(flag) or near(flag, flags) or near(flag, accepted)
-    message = f"{flag} is not an option{hint}; see --help."
-    return UnknownOption(message, meant=flags.get(_named(hint)))
+    meant = VLLM_FLAGS.get(flag) or nearest(flag, flags) or nearest(flag, accepted)
+    message = f"{flag} is not an option{suggestion(meant)}; see --help."
+    return UnknownOption(message, meant=None if meant is None else flags.get(_first(meant)))
 
 
-def _named(hint: str) -> str:
-    """The flag or keyword that a hint names first."""
-    found = re.search(r"mean ([\w-]+)", hint)
-    return found[1] if found else ""
-
-
-def _of_vllm(flag: str) -> str:
-    meant = VLLM_FLAGS.get(flag)
-    return f" (did you mean {meant}?)" if meant else ""
+def _first(words: str) -> str:
+    """The option alone: what a flag of vLLM means here comes with a remark."""
+    return words.split()[0].rstrip(",")
 
 
 def unknown_keyword(name: str, own: Mapping[str, Declared]) -> ConfigError:
@@ -350,10 +345,10 @@ def unknown_keyword(name: str, own: Mapping[str, Declared]) -> ConfigError:
             f"{name} is not supported by this version: {foreign.advice}.", param=name
         )
     aliases = {alias: opt.name for opt in own.values() for alias in opt.about.aliases}
-    known = aliases.get(flag_of(name))
-    of_vllm = _of_vllm(flag_of(name)).replace("--", "").replace("-", "_")
-    hint = f" (did you mean {known}?)" if known else of_vllm or near(name, own)
-    return UnknownOption(f"{name} is not an option{hint}.", param=name, meant=_named(hint))
+    of_vllm = VLLM_FLAGS.get(flag_of(name), "").replace("--", "").replace("-", "_")
+    meant = aliases.get(flag_of(name)) or of_vllm or nearest(name, own)
+    message = f"{name} is not an option{suggestion(meant)}."
+    return UnknownOption(message, param=name, meant=None if meant is None else _first(meant))
 
 
 def foreign_tables() -> str:

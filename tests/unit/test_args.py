@@ -1093,3 +1093,17 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ServerArgs.from_cli(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"sgl-spec {sgl_spec.__version__}\n"
+
+
+def test_a_flag_of_vllm_stands_for_ours() -> None:
+    """What it means here is not said to be missing as well."""
+    line = (
+        "--model-path m --speculative-algorithm EAGLE3 --speculative-draft-model-path d "
+        "--num-speculative-tokens 4 --speculative-eagle-topk 4 --speculative-num-steps 3"
+    )
+    with pytest.raises(ConfigError) as raised:
+        ServerArgs.from_cli(line.split())
+    assert raised.value.message.splitlines() == [
+        "--num-speculative-tokens is not an option (did you mean --speculative-num-draft-tokens, "
+        "which counts one more?); see --help."
+    ]
