@@ -122,20 +122,30 @@ def test_texts_stay_while_drafts_rest_and_come_back(
     monkeypatch.setattr(model_drafter, "WAITING_ROWS", 3)
     monkeypatch.setattr(model_drafter, "EXTENDED_ROWS", 2)
     rounds: list[bool] = []  # whether on the device
-    launch = DeviceWorker.launch
+    others = marks = 0  # batches that are no rounds of the host's, and those told of
+    launch, passed = DeviceWorker.launch, SeamTrees.passed
 
     def watched(self: DeviceWorker, batch: Any) -> Any:
+        nonlocal others
         if isinstance(batch, DecodeBatch):
             rounds.append(self._kinds.simple(batch.rows))
+        others += not isinstance(batch, DecodeBatch) or rounds[-1]
         return launch(self, batch)
 
+    def told(self: SeamTrees) -> None:
+        nonlocal marks
+        marks += 1
+        passed(self)
+
     monkeypatch.setattr(DeviceWorker, "launch", watched)
+    monkeypatch.setattr(SeamTrees, "passed", told)
     llm = drafting(target, drafter, tmp_path / "draft")
     tape(llm, (2,), monkeypatch)
     clock = Clock(llm, monkeypatch, drafted_s=3.0)
     assert texts(llm) == expected
     assert turns(rounds) >= 2, "rounds on the device come in between"
     assert turns(clock.asked) >= 4, "drafts rest and come back"
+    assert marks == others
     worker = worker_of(llm)
     if isinstance(worker.drafter, ModelDrafter):
         assert worker.drafter.stats()["catch_ups"] > 0
