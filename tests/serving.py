@@ -115,13 +115,15 @@ def start(directory: Path, model: str | Path, *flags: str, **env: str) -> Server
     return start_command(directory, [*command, "--port", str(port), *flags], port, **env)
 
 
-def start_command(directory: Path, command: list[str], port: int, **env: str) -> Server:
+def start_command(
+    directory: Path, command: list[str], port: int, *, cwd: Path = ROOT, **env: str
+) -> Server:
     """Start `command`, which serves on `port`."""
     stdout, stderr = directory / f"{port}.out", directory / f"{port}.err"
     with stdout.open("wb") as out, stderr.open("wb") as err:
         process = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
