@@ -12,18 +12,13 @@ from sgl_spec.options import near
 COMMANDS = {
     "accept": "accept length of a drafter on Spec-Bench, by group and tree shape",
     "kernels": "every device kernel beside its floor and torch, on a GPU",
-    "grammar": "time of compiling grammars and of the masks of a round's trees",
     "ngram": "time and memory of the n-gram drafter, per round",
-    "sampling": "time of a round outside the forward, with every sampling setting",
     "offline": "tokens per second of the engine, beside transformers",
     "tasks": "tokens per second of every drafter by task, one request at a time",
     "serving": "load client: tokens per second, first token, inter-token latencies of a server",
-    "soak": "thousands of requests of every kind: nothing leaks, nothing hangs",
     "peer": "transformers' generate on the same device, as a baseline",
-    "agree": "greedy texts with each drafter against plain decoding, in low precision",
     "round": "where a round's time is: each stage beside its bytes and its floor",
     "widen": "a checkpoint that computes the same text at the cost of a bigger model",
-    "rules": "acceptance rules on a small pair of distributions, beside closed forms",
 }
 
 

@@ -6,7 +6,6 @@ What a text should be is decoded by `plain` over transformers' logits, without c
 from __future__ import annotations
 
 import functools
-import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ from talk import Reply, accepted, drained, generate, speculated, together
 from tiny import IM_END
 
 from sgl_spec import LLM, Completion, SamplingParams
-from sgl_spec.bench.__main__ import main as bench_main
 from sgl_spec.request import Speculation
 
 NEW = 16
@@ -147,21 +145,3 @@ def check_budget(params: SamplingParams, reply: Reply) -> None:
     most = params.max_nodes(12) - 1
     assert meta.get("spec_num_proposed_drafts", 0) <= most * meta.get("spec_verify_ct", 0)
     assert len(meta.get("spec_correct_drafts_histogram", [])) <= most + 1
-
-
-def test_the_benchmark_runs_and_its_texts_are_the_plain_ones(
-    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = tmp_path / "row.json"
-    sizes = ["--requests", "4", "--nodes", "6", "--prompt-tokens", "16", "--new-tokens", "24"]
-    model = ["--model-path", str(tiny_model_dir), "--json", str(result)]
-    assert bench_main(["sampling", *model, *sizes, "--turns", "1"]) == 0
-    assert "everything" in capsys.readouterr().out
-    row = json.loads(result.read_text())
-    assert row["nodes"] == 6
-    assert row["versions"]["torch"] == torch.__version__
-    for one in row["rows"]:
-        assert one["same_text"], one
-        assert one["rounds"] > 0
-        assert one["emitted"] > 1, "drafts were accepted"
-        assert one["host_ms"] > one["draw_ms"] > 0

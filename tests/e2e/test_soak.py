@@ -38,7 +38,15 @@ from sgl_spec import LLM, Completion
 VOCAB = 512
 POOL = 480  # holds about two of the longest requests; sixteen may run
 STALL_S = 10.0
-KINDS = ("length", "eos", "stop", "length", "stop id", "one token", "abort", "leave")
+KINDS = (
+    *("length", "eos", "stop", "length", "stop id", "one token", "abort", "leave"),
+    *("penalised", "filtered", "regex"),
+)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "penalised": {"frequency_penalty": 0.5, "presence_penalty": 0.2, "logit_bias": {"11": 3.0}},
+    "filtered": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "regex": {"regex": "[a-z]{3,20}( [a-z]{2,9}){2,6}[.]", "ignore_eos": False},
+}
 
 # What the scheduler expects of a request when it lets it in is a fraction of the longest of these.
 LENGTHS = {"one token": (1, 1), "length": (120, 240)}
@@ -88,6 +96,7 @@ def _job(i: int, rng: random.Random, shared: list[int], plain: LLM) -> Job:
         sampling["stop"] = [letters, "never said"]
     elif kind == "stop id":
         sampling["stop_token_ids"] = rng.sample(range(3, VOCAB), 20)
+    sampling |= SETTINGS.get(kind, {})
     prompt = shared + prompt if i % 3 == 0 else prompt
     return Job(f"job-{i}", kind, prompt, sampling, i % 2 == 0, rng.uniform(0, 0.3))
 

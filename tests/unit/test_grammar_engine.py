@@ -19,8 +19,6 @@ from grammars import EBNF, REGEXES, SCHEMAS
 from tiny import END_OF_TEXT, IM_END, IM_START, make_tokenizer
 
 from sgl_spec import LLM
-from sgl_spec.bench.__main__ import main as bench_main
-from sgl_spec.bench.grammar import GRAMMARS as BENCH_GRAMMARS
 from sgl_spec.engine.ebnf import to_lark
 from sgl_spec.engine.grammar import (
     MAX_REASON_CHARS,
@@ -458,10 +456,3 @@ BAD_EBNF: list[tuple[str, str]] = [
 def test_ebnf_that_cannot_be_read_says_where(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         to_lark(text)
-
-
-def test_the_benchmark_runs(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = ["--model-path", str(tiny_model_dir), "--requests", "3", "--rounds", "2"]
-    assert bench_main(["grammar", *shape]) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in BENCH_GRAMMARS)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from chi_square import p_value
+from closed_forms import as_block, following, one_by_one, siblings
 from rule_world import (
     BIASED,
     DRAWS,
@@ -26,7 +27,6 @@ from rule_world import (
 )
 from torch import Tensor
 
-from sgl_spec.bench.closed_forms import as_block, following, one_by_one, siblings
 from sgl_spec.request import SamplingParams
 from sgl_spec.speculative.rules import AcceptanceRule, make_rule
 from sgl_spec.speculative.sampling import build_rows

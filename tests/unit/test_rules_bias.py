@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from chi_square import p_value
+from closed_forms import relaxed
 from rule_world import (
     BIASED,
     DRAWS,
@@ -26,7 +27,6 @@ from rule_world import (
 )
 from torch import Tensor
 
-from sgl_spec.bench.closed_forms import relaxed
 from sgl_spec.request import SamplingParams
 from sgl_spec.speculative import noise, propose, walk
 from sgl_spec.speculative.rules import AcceptanceRule, make_rule
