@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
-from typing import Any, Literal
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
+from pydantic import ConfigDict, Field, ValidationError, create_model
 
 from sgl_spec.errors import InvalidRequestError, preview
 
@@ -20,11 +22,64 @@ MAX_PROMPT_LOGPROBS = 1 << 21
 # Of seeds that are drawn or derived: readers of JSON that know doubles alone keep these whole.
 SEED_BITS = 53
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
-SEED_RANGE = f"a 64-bit signed integer, {MIN_SEED} to {MAX_SEED}"
 MAX_CHOICES = 128  # of one prompt
 GrammarKind = Literal["json_schema", "regex", "ebnf"]
 GRAMMAR_KINDS: tuple[GrammarKind, ...] = ("json_schema", "regex", "ebnf")
 MAX_GRAMMAR_CHARS = 1 << 18
+
+# Type, range and help of each setting, for `SamplingParams` and for the bodies of HTTP requests.
+NewTokens = Annotated[
+    int,
+    Field(
+        ge=0,
+        description="0 or more; prompt and output together fit into the context, or are a 400 "
+        "(`--allow-auto-truncate` cuts them)",
+    ),
+]
+MinTokens = Annotated[int, Field(ge=0, description="0 to `max_new_tokens`")]
+Temperature = Annotated[
+    float, Field(ge=0, allow_inf_nan=False, description="0 or more; 0 is greedy")
+]
+TopK = Annotated[
+    Literal[-1] | Annotated[int, Field(ge=1)], Field(description="1 or more, or -1: all tokens")
+]
+TopP = Annotated[float, Field(gt=0, le=1, description="(0, 1]")]
+MinP = Annotated[float, Field(ge=0, le=1, description="[0, 1]")]
+RepetitionPenalty = Annotated[
+    float,
+    Field(
+        ge=MIN_REPETITION_PENALTY,
+        le=2,
+        description=f"[{MIN_REPETITION_PENALTY:g}, 2]; of a token that prompt or output hold, a "
+        "positive logit is divided by it, any other multiplied: as transformers does",
+    ),
+]
+FrequencyPenalty = Annotated[
+    float,
+    Field(
+        ge=-2,
+        le=2,
+        description="[-2, 2]; taken from a token's logit for every time the output holds it",
+    ),
+]
+PresencePenalty = Annotated[
+    float,
+    Field(ge=-2, le=2, description="[-2, 2]; taken from it once, if the output holds it"),
+]
+IgnoreEos = Annotated[bool, Field(description="EOS is a token like others")]
+NoStopTrim = Annotated[bool, Field(description="the stop stays in the text")]
+SkipSpecialTokens = Annotated[bool, Field(description="special tokens have no text")]
+Seed = Annotated[
+    int, Field(ge=MIN_SEED, le=MAX_SEED, description="an integer from -2^63 to 2^63 - 1")
+]
+StreamInterval = Annotated[
+    int,
+    Field(
+        ge=1,
+        description="1 or more: tokens between two chunks of a stream, instead of the server's "
+        "`--stream-interval`; the first token comes at once",
+    ),
+]
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,23 +109,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     checked by `check`.
     """
 
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    max_new_tokens: NewTokens = 128
+    min_new_tokens: MinTokens = 0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = -1
+    min_p: MinP = 0.0
+    frequency_penalty: FrequencyPenalty = 0.0
+    presence_penalty: PresencePenalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
     logit_bias: dict[int, float] = {}
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    no_stop_trim: bool = False
-    stream_interval: int | None = None
-    seed: int | None = None
+    ignore_eos: IgnoreEos = False
+    skip_special_tokens: SkipSpecialTokens = True
+    no_stop_trim: NoStopTrim = False
+    stream_interval: StreamInterval | None = None
+    seed: Seed | None = None
     speculation: bool | Speculation | None = None
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -105,39 +160,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return 1 if self.speculation is False else most
 
     def check(self, vocab_size: int) -> None:
-        """Raise `InvalidRequestError` naming the first field out of range."""
-        _at_least("max_new_tokens", self.max_new_tokens, 0)
+        """Raise `InvalidRequestError` naming the first field of another type or out of range."""
+        given = {name: getattr(self, name) for name in _SETTINGS.model_fields}
+        try:
+            _SETTINGS.model_validate(given)
+        except ValidationError as error:
+            raise refusal(error, given) from None
         _between("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
-        self._check_filters()
-        self._check_penalties(vocab_size)
+        self._check_biases(vocab_size)
         self._check_stops(vocab_size)
         self._check_grammar()
-        if self.seed is not None and not is_seed(self.seed):
-            _refuse("seed", self.seed, SEED_RANGE)
-        if self.stream_interval is not None:
-            _at_least("stream_interval", self.stream_interval, 1)
         if self.speculation is True:
             _refuse("speculation", True, 'false or {"max_draft_tokens": k}')
         if isinstance(self.speculation, Speculation):
             _at_least("speculation.max_draft_tokens", self.speculation.max_draft_tokens, 0)
 
-    def _check_filters(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            _refuse("temperature", self.temperature, "a finite number >= 0")
-        if not 0 < self.top_p <= 1:
-            _refuse("top_p", self.top_p, "a number in (0, 1]")
-        if self.top_k != -1 and self.top_k < 1:
-            _refuse("top_k", self.top_k, "-1 (all tokens) or an integer >= 1")
-        if not 0 <= self.min_p <= 1:
-            _refuse("min_p", self.min_p, "a number in [0, 1]")
-
-    def _check_penalties(self, vocab_size: int) -> None:
-        for field in ("frequency_penalty", "presence_penalty"):
-            if not -2 <= getattr(self, field) <= 2:
-                _refuse(field, getattr(self, field), "a number in [-2, 2]")
-        if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= 2:
-            allowed = f"a number in [{MIN_REPETITION_PENALTY:g}, 2]"
-            _refuse("repetition_penalty", self.repetition_penalty, allowed)
+    def _check_biases(self, vocab_size: int) -> None:
         for token, bias in self.logit_bias.items():
             if not 0 <= token < vocab_size:
                 _refuse("logit_bias", token, f"a map from token ids, 0 to {vocab_size - 1}")
@@ -168,6 +206,68 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token in self.stop_token_ids:
             if not 0 <= token < vocab_size:
                 _refuse("stop_token_ids", token, f"ids from 0 to {vocab_size - 1}")
+
+
+def _ranges(struct: type) -> dict[str, Any]:
+    """The fields that are declared with a range, which holds whatever the model."""
+    hints = get_type_hints(struct, include_extras=True).items()
+    return {name: (hint, ...) for name, hint in hints if "FieldInfo" in repr(hint)}
+
+
+_SETTINGS = create_model("Settings", __config__=ConfigDict(strict=True), **_ranges(SamplingParams))
+
+
+def refusal(error: ValidationError, body: object) -> InvalidRequestError:
+    """The deepest of the faults that `error` finds in `body`, in one sentence that names the field,
+    the value and what is allowed. `ctx` of a fault may hold the name of the field and the text."""
+    faults = [(*_find(body, fault), fault) for fault in error.errors(include_url=False)]
+    deepest, value, first = max(faults, key=lambda fault: len(fault[0]))
+    quoted = preview(path_text(deepest))
+    field = quoted.strip('"')
+    wanted = [fault["msg"] for path, _, fault in faults if path == deepest]
+    if "field" in first.get("ctx", {}):
+        message = first["msg"].replace('"{field}"', quoted).replace("{field}", field)
+        message = message.replace("{value}", preview(value))
+    elif first["type"] == "missing":
+        message = f"{field} is required."
+    elif all(one.startswith(_SHOULD_BE) for one in wanted):
+        allowed = " or ".join(dict.fromkeys(one.removeprefix(_SHOULD_BE) for one in wanted))
+        allowed = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", allowed)
+        message = f"{field or 'The request body'} must be {allowed}, got {preview(value)}."
+    else:
+        message = f"{field}: {first['msg']}, got {preview(value)}."
+    names = [i for i, step in enumerate(deepest) if isinstance(step, str)]
+    param = path_text(deepest[: names[-1] + 1]) if names else None
+    return InvalidRequestError(message, param=param)
+
+
+_SHOULD_BE = "Input should be "
+
+
+def _find(body: Any, fault: Any) -> tuple[tuple[str | int, ...], Any]:
+    """Where in `body` a fault is, and the value there. Steps of its location that are no key and no
+    index there tell which member of a union was tried."""
+    path: list[str | int] = []
+    for step in fault["loc"]:
+        inside = isinstance(body, dict) and isinstance(step, str) and step in body
+        if inside or (isinstance(body, (list, tuple)) and isinstance(step, int)):
+            path.append(step)
+            body = body[step]
+    name = fault["loc"][-1] if fault["type"] == "missing" else fault.get("ctx", {}).get("field")
+    if name is None or path[-1:] == [name]:
+        return tuple(path), body
+    return (*path, name), body.get(name) if isinstance(body, dict) else None
+
+
+def path_text(path: Sequence[str | int]) -> str:
+    """The way to a field as messages write it: messages[0].role."""
+    text = ""
+    for step in path:
+        if isinstance(step, int):
+            text += f"[{step}]"
+        else:
+            text += f".{step}" if text else step
+    return text
 
 
 class LogprobParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -323,11 +423,6 @@ class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     arrival: float = 0.0
     logprobs: LogprobParams | None = None
-
-
-def is_seed(value: int) -> bool:
-    """Whether an integer is in the range of `SamplingParams.seed`."""
-    return MIN_SEED <= value <= MAX_SEED
 
 
 def derive_seed(seed: int, choice: int) -> int:

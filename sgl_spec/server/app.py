@@ -7,27 +7,44 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi_offline import FastAPIOffline
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
 import sgl_spec
-from sgl_spec.errors import InvalidRequestError, NotFoundError, SglSpecError, UnavailableError
-from sgl_spec.server.fields import preview, read_object
+from sgl_spec.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    SglSpecError,
+    UnavailableError,
+    preview,
+)
 from sgl_spec.server.frontend import ClientGone
 from sgl_spec.server.http import (
     ApiKey,
     EventStream,
     Json,
     Run,
+    TrailingSlash,
     error_body,
     error_reply,
     read_json,
     read_optional,
 )
 from sgl_spec.server.openai_protocol import check_model
-from sgl_spec.server.protocol import ABORT
+from sgl_spec.server.schema import (
+    AbortRequest,
+    Body,
+    Chat,
+    Completions,
+    Detokenize,
+    Generate,
+    Profile,
+    Tokenize,
+)
 from sgl_spec.server.service import Service
 
 # Nobody reads it, but the log shows it.
@@ -39,16 +56,23 @@ ANY_PAGE: dict[str, Any] = {
     "allow_methods": ["*"],
     "allow_headers": ["*"],
 }
+_REF = "#/components/schemas/{model}"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _ROOT = f"""sgl-spec {sgl_spec.__version__}
 POST /generate {{"text": ..., "sampling_params": {{...}}}}
 POST /v1/chat/completions, /v1/completions; GET /v1/models (OpenAI)
 GET /health, /model_info, /server_info
-/openapi.json lists every route, docs/http.md describes them.
+/docs shows every route and field, /openapi.json tells them to programs.
 """
 
 router = APIRouter()
+
+
+def _takes(body: type[Body], *, required: bool = True) -> dict[str, Any]:
+    """What /openapi.json says of the body of a route, which `Body.read` reads."""
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=body.__name__)}}}
+    return {"requestBody": {"required": required, "content": content}}
 
 
 class ServerState:
@@ -83,19 +107,20 @@ async def root() -> Response:
     return PlainTextResponse(_ROOT)
 
 
-@router.api_route("/generate", methods=["POST", "PUT"])
+@router.put("/generate", openapi_extra=_takes(Generate))
+@router.post("/generate", openapi_extra=_takes(Generate))
 async def generate(request: Request) -> Response:
     """Text or ids in, text, ids and meta_info out."""
     return await _answer(request, _service(request).generate)
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", openapi_extra=_takes(Completions))
 async def completions(request: Request) -> Response:
     """OpenAI completions."""
     return await _answer(request, _service(request).completions)
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", openapi_extra=_takes(Chat))
 async def chat_completions(request: Request) -> Response:
     """OpenAI chat completions."""
     return await _answer(request, _service(request).chat)
@@ -143,7 +168,8 @@ async def server_info(request: Request) -> Response:
     return Json(await _service(request).server_info())
 
 
-@router.api_route("/flush_cache", methods=["GET", "POST"])
+@router.get("/flush_cache")
+@router.post("/flush_cache")
 async def flush_cache(request: Request) -> Response:
     """Drop the prefix cache and the drafter's memory, if no request is running."""
     timeout = _seconds(request.query_params.get("timeout", "0"))
@@ -163,41 +189,40 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-@router.api_route("/start_profile", methods=["GET", "POST"])
+@router.get("/start_profile", openapi_extra=_takes(Profile, required=False))
+@router.post("/start_profile", openapi_extra=_takes(Profile, required=False))
 async def start_profile(request: Request) -> Response:
     """Begin a trace of the engine."""
     service = _service(request)
     return Json(await service.profile("start_profile", await read_optional(request)))
 
 
-@router.api_route("/stop_profile", methods=["GET", "POST"])
+@router.get("/stop_profile")
+@router.post("/stop_profile")
 async def stop_profile(request: Request) -> Response:
     """End and write it."""
     service = _service(request)
     return Json(await service.profile("stop_profile", {}))
 
 
-@router.post("/abort_request")
+@router.post("/abort_request", openapi_extra=_takes(AbortRequest))
 async def abort_request(request: Request) -> Response:
     """End one request, one call, or all."""
     service = _service(request)
-    fields = read_object(await read_json(request), ABORT)
-    if not fields["rid"] and not fields["abort_all"]:
-        raise InvalidRequestError("Either rid or abort_all must be given.", param="rid")
-    service.frontend.abort(None if fields["abort_all"] else fields["rid"])
+    service.abort(await read_json(request))
     return Response()
 
 
-@router.post("/tokenize")
-@router.post("/v1/tokenize")
+@router.post("/tokenize", openapi_extra=_takes(Tokenize))
+@router.post("/v1/tokenize", openapi_extra=_takes(Tokenize))
 async def tokenize(request: Request) -> Response:
     """Text to ids."""
     service = _service(request)
     return Json(await service.tokenize(await read_json(request)))
 
 
-@router.post("/detokenize")
-@router.post("/v1/detokenize")
+@router.post("/detokenize", openapi_extra=_takes(Detokenize))
+@router.post("/v1/detokenize", openapi_extra=_takes(Detokenize))
 async def detokenize(request: Request) -> Response:
     """Ids to text."""
     service = _service(request)
@@ -240,11 +265,32 @@ async def _on_bug(request: Request, error: Exception) -> Response:
     return reply
 
 
+BODIES = (Generate, Completions, Chat, Tokenize, Detokenize, AbortRequest, Profile)
+
+
+def _openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
+    """The document of FastAPI with the models of the bodies in it."""
+    make = app.openapi
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            _, models = models_json_schema(
+                [(body, "validation") for body in BODIES], ref_template=_REF
+            )
+            components = make().setdefault("components", {})
+            components.setdefault("schemas", {}).update(models["$defs"])
+        return make()
+
+    return document
+
+
 def build_app(state: ServerState, api_key: str | None) -> FastAPI:
-    """The ASGI application over `state`."""
-    app = FastAPI(title="sgl-spec", version=sgl_spec.__version__)
+    """The ASGI application over `state`. /docs and /redoc come with what they show, so that they
+    work without a network."""
+    app = FastAPIOffline(title="sgl-spec", version=sgl_spec.__version__, redirect_slashes=False)
     app.state.server = state
     app.include_router(router)
+    app.openapi = _openapi(app)  # type: ignore[method-assign]
     app.add_exception_handler(SglSpecError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
@@ -252,6 +298,7 @@ def build_app(state: ServerState, api_key: str | None) -> FastAPI:
     app.add_exception_handler(Exception, _on_bug)
     if api_key is not None:
         app.add_middleware(ApiKey, key=api_key)
+    app.add_middleware(TrailingSlash)
     # Around the key: browsers ask what is allowed without it, and hide a 401 that does not allow.
     app.add_middleware(CORSMiddleware, **ANY_PAGE)
     return app

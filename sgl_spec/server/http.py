@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from sgl_spec.errors import (
     SglSpecError,
     UnauthorizedError,
     UnsupportedMediaTypeError,
+    preview,
 )
 from sgl_spec.server.frontend import ClientGone, Frontend, Ticket
 from sgl_spec.server.output import Output, failure_of
@@ -62,10 +64,21 @@ async def read_json(request: Request) -> Any:
 
 
 def _parsed(body: bytes) -> Any:
+    """The value, by a reader that is strict and one that sees keys which come twice."""
     try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        orjson.loads(body)
+        return json.loads(body, object_pairs_hook=_pairs)
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"The request body is not valid JSON: {error}.") from None
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequestError(f"The field {preview(twice)} is given twice.", param=twice)
+    return found
 
 
 async def read_optional(request: Request) -> Any:
@@ -213,17 +226,31 @@ def _stream_error(error: SglSpecError) -> Any:
     return error_body("", error.status, error.type, error.message, error.param)
 
 
+class TrailingSlash:
+    """ASGI middleware: /v1/models/ is /v1/models, for every method and without a redirect."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on without the slash."""
+        if scope["type"] == "http" and len(scope["path"]) > 1:
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        await self._app(scope, receive, send)
+
+
 class ApiKey:
     """ASGI middleware: every path but `OPEN_PATHS` needs `Authorization: Bearer KEY`.
 
-    A key that is not ASCII may come as UTF-8 or as Latin-1: clients differ.
+    A key that is not ASCII may come as UTF-8 or as Latin-1: clients differ. The word "Bearer" has
+    no case (RFC 9110, 11.1).
     """
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
-        self._expected = [f"Bearer {key}".encode()]
+        self._expected = [key.encode()]
         with contextlib.suppress(UnicodeEncodeError):
-            self._expected.append(f"Bearer {key}".encode("latin-1"))
+            self._expected.append(key.encode("latin-1"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or reply 401."""
@@ -235,4 +262,6 @@ class ApiKey:
         await self._app(scope, receive, send)
 
     def _opens(self, given: bytes) -> bool:
-        return any([hmac.compare_digest(given, one) for one in self._expected])
+        scheme, _, key = given.partition(b" ")
+        fits = [hmac.compare_digest(key.strip(b" "), one) for one in self._expected]
+        return scheme.lower() == b"bearer" and any(fits)

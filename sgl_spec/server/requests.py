@@ -19,12 +19,10 @@ from sgl_spec.request import (
     TokenizedRequest,
     derive_seed,
 )
-from sgl_spec.server.fields import preview
 from sgl_spec.server.model_info import ModelInfo
 from sgl_spec.server.tokenizer import ServerTokenizer
 
 MAX_REQUESTS_PER_CALL = 4096
-MAX_RID_CHARS = 512
 # Longer texts are tokenised in a thread: they take milliseconds, which other streams would feel.
 INLINE_CHARS = 8192
 
@@ -33,7 +31,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt of a call.
 
     sampling: fields of `SamplingParams`; "max_new_tokens" None means all the context left.
-    names: what this route calls those fields where it has another name, for messages.
+    home, names: what stands in front of those fields' names in the body, and what this route calls
+    fields that have another name there, for messages.
     where: the prompt's field. add_special_tokens: whether the tokenizer adds the special tokens
     of a raw prompt (a chat template has written its own). logprobs: what to report of them.
     """
@@ -43,6 +42,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     where: str
     n: int
     sampling: dict[str, Any]
+    home: str = ""
     names: Mapping[str, str] = {}
     logprobs: LogprobParams | None = None
 
@@ -147,7 +147,7 @@ class RequestMaker:
         wanted = dict(item.sampling)
         if wanted.get("max_new_tokens") is None:
             wanted["max_new_tokens"] = self._room(len(ids))
-        sampling = self._check(wanted, item.names)
+        sampling = self._check(wanted, item)
         budget = min(sampling.max_new_tokens, self._room(len(ids)))
         if budget < sampling.max_new_tokens and not self._truncate:
             raise self._too_many(len(ids), sampling.max_new_tokens, item)
@@ -159,7 +159,7 @@ class RequestMaker:
         limit = f"the model's maximum context length of {info.context_length} tokens"
         if prompt_len + new <= info.context_length:
             limit = f"the {info.max_request_tokens} tokens that the KV pool holds for one request"
-        name = item.names.get("max_new_tokens", "max_new_tokens")
+        name = item.home + item.names.get("max_new_tokens", "max_new_tokens")
         return InvalidRequestError(
             f"Requested token count exceeds {limit}: {prompt_len} in {item.where} and {new} for "
             f"{name}.",
@@ -172,26 +172,28 @@ class RequestMaker:
         try:
             item.logprobs.check(self._info.vocab_size, prompt_len)
         except InvalidRequestError as error:
-            raise renamed(error, item.names) from None
+            raise renamed(error, item.names.get(str(error.param))) from None
 
     def _room(self, prompt_tokens: int) -> int:
         """The longest output after a prompt: the context, or the pool where that is smaller."""
         return self._info.max_request_tokens - prompt_tokens
 
-    def _check(self, wanted: dict[str, Any], names: Mapping[str, str]) -> SamplingParams:
+    def _check(self, wanted: dict[str, Any], item: Asked) -> SamplingParams:
         sampling = SamplingParams(**wanted)
         try:
             sampling.check(self._info.vocab_size)
         except InvalidRequestError as error:
-            raise renamed(error, names) from None
+            name = str(error.param)
+            if name != sampling.grammar_field:  # which is the whole path already
+                name = item.home + item.names.get(name, name)
+            raise renamed(error, name) from None
         seed = self._random.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
         top_k = min(sampling.top_k, self._info.vocab_size)
         return msgspec.structs.replace(sampling, seed=seed, top_k=top_k)
 
 
-def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
-    """The same error under the name that the client knows the field by."""
-    name = names.get(error.param or "")
+def renamed(error: InvalidRequestError, name: str | None) -> InvalidRequestError:
+    """The same error under the name that the client knows the field by, None for the same."""
     if name is None or not error.message.startswith(f"{error.param} "):
         return error
     return InvalidRequestError(name + error.message[len(error.param or "") :], param=name)
@@ -221,11 +223,6 @@ def name_requests(
             f"One call may hold at most {MAX_REQUESTS_PER_CALL} requests (prompts times n), "
             f"got {total}."
         )
-    for name in [rid] if isinstance(rid, str) else rid or []:
-        if not 1 <= len(name) <= MAX_RID_CHARS:
-            raise InvalidRequestError(
-                f"rid must be 1 to {MAX_RID_CHARS} characters, got {preview(name)}.", param="rid"
-            )
     if isinstance(rid, list):
         if len(rid) != total:
             raise InvalidRequestError(

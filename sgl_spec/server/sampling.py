@@ -1,4 +1,4 @@
-"""Sampling fields as the three generating routes spell them, and where absent values come from."""
+"""From the fields of a body to `SamplingParams`, and where absent values come from."""
 
 from __future__ import annotations
 
@@ -6,125 +6,13 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from sgl_spec.errors import InvalidRequestError, preview
-from sgl_spec.request import SEED_RANGE, SamplingParams, Speculation, is_seed
-from sgl_spec.server.fields import (
-    BOOLEAN,
-    IDS,
-    INTEGER,
-    NUMBER,
-    STRINGS,
-    Ignore,
-    Kind,
-    Renamed,
-    Table,
-    Use,
-    is_integer,
-    is_number,
-)
-from sgl_spec.server.grammar import GRAMMAR, VLLM_GRAMMAR, grammar_of
-from sgl_spec.server.unsupported import UNSUPPORTED
+import orjson
+
+from sgl_spec.errors import InvalidRequestError
+from sgl_spec.request import GRAMMAR_KINDS, Speculation
+from sgl_spec.server.schema import MAX_DRAFT_TOKENS, OpenAI, ResponseFormat, Sampling, Settings
 
 logger = logging.getLogger(__name__)
-
-MAX_KEY_CHARS = 20  # of a token id in `logit_bias`
-MAX_DRAFT_TOKENS = 1 << 16  # more than any tree holds, so that a larger wish is the same wish
-
-
-def _is_biases(value: object) -> bool:
-    if not isinstance(value, dict):
-        return False
-    return all(_is_id_key(key) and is_number(bias) for key, bias in value.items())
-
-
-def _is_id_key(key: str) -> bool:
-    digits = key.removeprefix("-")
-    short = len(key) <= MAX_KEY_CHARS and digits.isascii() and digits.isdigit()
-    return short and str(int(key)) == key
-
-
-def _is_speculation(value: object) -> bool:
-    if not isinstance(value, dict):
-        return value is False
-    most = value.get("max_draft_tokens", -1)
-    return len(value) == 1 and is_integer(most) and most >= 0
-
-
-BIASES = Kind('an object of numbers by token id, as {"50256": -100}', _is_biases)
-# What no 64-bit integer holds arrives as a double: an integer all the same, if a shortened one.
-SEED = Kind(SEED_RANGE, lambda value: is_integer(value) and is_seed(value))
-SPECULATION = Kind('false or {"max_draft_tokens": k} with an integer k >= 0', _is_speculation)
-
-_RENAMED: Table = {
-    "include_stop_str_in_output": Renamed("no_stop_trim"),
-    **{name: Renamed(here) for name, here in VLLM_GRAMMAR.items()},
-}
-
-# Fast tokenizers put nothing between special tokens, whatever this says; so it is in SGLang too.
-_IGNORED: Table = {"spaces_between_special_tokens": Ignore(BOOLEAN)}
-
-# `sampling_params` of /generate. The defaults are SGLang's; generation_config has no say here.
-NATIVE: Table = {
-    **UNSUPPORTED,
-    "n": Use(INTEGER, 1),
-    "max_new_tokens": Use(INTEGER, 128),
-    "min_new_tokens": Use(INTEGER, 0),
-    "temperature": Use(NUMBER, 1.0),
-    "top_p": Use(NUMBER, 1.0),
-    "top_k": Use(INTEGER, -1),
-    "min_p": Use(NUMBER, 0.0),
-    "frequency_penalty": Use(NUMBER, 0.0),
-    "presence_penalty": Use(NUMBER, 0.0),
-    "repetition_penalty": Use(NUMBER, 1.0),
-    "logit_bias": Use(BIASES, {}),
-    "speculation": Use(SPECULATION),
-    "stop": Use(STRINGS, ()),
-    "stop_token_ids": Use(IDS, ()),
-    "ignore_eos": Use(BOOLEAN, False),
-    "skip_special_tokens": Use(BOOLEAN, True),
-    "no_stop_trim": Use(BOOLEAN, False),
-    "seed": Use(SEED),
-    "sampling_seed": Use(SEED, target="seed"),
-    "stream_interval": Use(INTEGER),
-    **GRAMMAR,
-    **_RENAMED,
-    **_IGNORED,
-}
-
-# The sampling fields that /v1/completions and /v1/chat/completions share. `temperature`, `top_p`,
-# `top_k`, `min_p` and `repetition_penalty` have no default here: `SamplingDefaults` gives it.
-OPENAI: Table = {
-    **UNSUPPORTED,
-    "n": Use(INTEGER, 1),
-    "temperature": Use(NUMBER),
-    "top_p": Use(NUMBER),
-    "top_k": Use(INTEGER),
-    "min_p": Use(NUMBER),
-    "frequency_penalty": Use(NUMBER, 0.0),
-    "presence_penalty": Use(NUMBER, 0.0),
-    "repetition_penalty": Use(NUMBER),
-    "logit_bias": Use(BIASES, {}),
-    "speculation": Use(SPECULATION),
-    "min_tokens": Use(INTEGER, 0, target="min_new_tokens"),
-    "stop": Use(STRINGS, ()),
-    "stop_token_ids": Use(IDS, ()),
-    "ignore_eos": Use(BOOLEAN, False),
-    "skip_special_tokens": Use(BOOLEAN, True),
-    "no_stop_trim": Use(BOOLEAN, False),
-    "seed": Use(SEED),
-    "sampling_seed": Use(SEED, target="seed"),
-    "stream_interval": Use(INTEGER),
-    **GRAMMAR,
-    **_RENAMED,
-    **_IGNORED,
-}
-
-SAMPLING_FIELDS = (
-    *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "speculation"),
-    *("stop", "stop_token_ids", "ignore_eos", "no_stop_trim"),
-    *("skip_special_tokens", "stream_interval"),
-)
 
 OPENAI_DEFAULTS = {
     "temperature": 1.0,
@@ -142,6 +30,11 @@ UNSUPPORTED_DEFAULTS = {
     "no_repeat_ngram_size": 0,
     "num_beams": 1,
 }
+# The fields that `SamplingParams` takes as they are.
+_PLAIN = (
+    *("frequency_penalty", "presence_penalty", "logit_bias", "ignore_eos", "no_stop_trim"),
+    *("skip_special_tokens", "stream_interval"),
+)
 
 
 class SamplingDefaults:
@@ -166,35 +59,77 @@ class SamplingDefaults:
 
     def _take(self, name: str, value: Any) -> None:
         """Let generation_config's value be the default, if it is one that a client could send."""
-        if name == "top_k" and is_number(value) and float(value).is_integer():
-            value = int(value) or -1  # "keep every token" is 0 there and -1 here
-        field = NATIVE[name]
-        assert isinstance(field, Use)
+        if name == "top_k" and value == 0 and not isinstance(value, bool):
+            value = -1  # "keep every token" is 0 there and -1 here
         try:
-            if not field.kind.accepts(value):
-                raise InvalidRequestError(
-                    f"{name} must be {field.kind.allowed}, got {preview(value)}."
-                )
-            SamplingParams(**{name: value}).check(vocab_size=1)
+            self.values[name] = getattr(Sampling.read({name: value}), name)
         except InvalidRequestError as error:
             logger.warning("The model's generation_config is not used: %s", error.message)
-        else:
-            self.values[name] = value
 
-    def fill(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """`fields` with the defaults where they are None."""
-        absent = {name: value for name, value in self.values.items() if fields[name] is None}
-        return fields | absent
+    def of(self, body: OpenAI) -> dict[str, Any]:
+        """The values of `body`, with the defaults where it has none."""
+        given = {name: getattr(body, name) for name in self.values}
+        return {name: self.values[name] if v is None else v for name, v in given.items()}
 
 
-def sampling_of(fields: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """The `SamplingParams` fields among `fields`, as its types. where: their object's path."""
-    chosen = {name: fields[name] for name in SAMPLING_FIELDS}
-    stop = chosen["stop"]
-    chosen["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    chosen["stop_token_ids"] = tuple(chosen["stop_token_ids"])
-    chosen["logit_bias"] = {int(token): bias for token, bias in chosen["logit_bias"].items()}
-    if isinstance(chosen["speculation"], dict):
-        most = min(chosen["speculation"]["max_draft_tokens"], MAX_DRAFT_TOKENS)
+def native_sampling(body: Sampling, where: str) -> dict[str, Any]:
+    """What `sampling_params` of /generate ask for, as fields of `SamplingParams`."""
+    names = ("max_new_tokens", "min_new_tokens", *OPENAI_DEFAULTS)
+    return {name: getattr(body, name) for name in names} | _shared(body, f"{where}.", None)
+
+
+def openai_sampling(
+    body: OpenAI, defaults: SamplingDefaults, max_tokens: int | None
+) -> dict[str, Any]:
+    """The same of a body of the OpenAI routes."""
+    shared = _shared(body, "", body.response_format)
+    budget = {"max_new_tokens": max_tokens, "min_new_tokens": body.min_tokens}
+    return defaults.of(body) | budget | shared
+
+
+def _shared(body: Settings, prefix: str, response_format: ResponseFormat | None) -> dict[str, Any]:
+    chosen = {name: getattr(body, name) for name in _PLAIN}
+    speculation = body.speculation
+    if speculation:
+        most = min(speculation.max_draft_tokens, MAX_DRAFT_TOKENS)
         chosen["speculation"] = Speculation(max_draft_tokens=most)
-    return chosen | grammar_of(fields, where)
+    else:
+        chosen["speculation"] = speculation
+    chosen["seed"] = body.sampling_seed if body.seed is None else body.seed
+    chosen["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    chosen["stop_token_ids"] = tuple(body.stop_token_ids)
+    return chosen | _grammar(body, prefix, response_format)
+
+
+def _grammar(body: Settings, prefix: str, response_format: ResponseFormat | None) -> dict[str, Any]:
+    """The field that says what the output must match, if one does, and what the client calls it."""
+    asked = {f"{prefix}{kind}": getattr(body, kind) for kind in GRAMMAR_KINDS}
+    asked["response_format"] = response_format and _wanted_schema(response_format)
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) > 1:
+        raise InvalidRequestError(
+            f"{given[0]} and {given[1]} cannot both be given: an output has one grammar.",
+            param=given[1],
+        )
+    if not given:
+        return {}
+    (name,) = given
+    kind = "json_schema" if name == "response_format" else name.removeprefix(prefix)
+    text = schema_text(asked[name], name)
+    return {kind: text, "grammar_field": name}
+
+
+def _wanted_schema(asked: ResponseFormat) -> dict[str, Any] | None:
+    if asked.json_schema is not None:
+        return asked.json_schema.json_schema
+    return {"type": "object"} if asked.type == "json_object" else None
+
+
+def schema_text(schema: dict[str, Any] | str, where: str) -> str:
+    """A schema as JSON, its keys in the client's order: properties come out in that order."""
+    if isinstance(schema, str):
+        return schema
+    try:
+        return orjson.dumps(schema).decode()
+    except orjson.JSONEncodeError as error:
+        raise InvalidRequestError(f"{where} cannot be read: {error}.", param=where) from error

@@ -13,7 +13,6 @@ from sgl_spec.args import ResolvedArgs
 from sgl_spec.errors import InvalidRequestError, UnavailableError
 from sgl_spec.messages import EngineState
 from sgl_spec.request import SamplingParams, TokenizedRequest
-from sgl_spec.server.fields import read_object
 from sgl_spec.server.frontend import Frontend
 from sgl_spec.server.http import Replies, Run
 from sgl_spec.server.metrics import Metrics
@@ -26,15 +25,10 @@ from sgl_spec.server.openai_protocol import (
 )
 from sgl_spec.server.openai_replies import ChatReplies, CompletionReplies
 from sgl_spec.server.output import Output, failure_of, simulation_mark
-from sgl_spec.server.protocol import (
-    DETOKENIZE,
-    PROFILE,
-    TOKENIZE,
-    GenerateReplies,
-    read_generate,
-)
+from sgl_spec.server.protocol import GenerateReplies, read_generate
 from sgl_spec.server.requests import Made, RequestMaker, check_ids, encode, fresh_rid
 from sgl_spec.server.sampling import SamplingDefaults
+from sgl_spec.server.schema import AbortRequest, Detokenize, Profile, Tokenize
 from sgl_spec.server.tokenizer import ServerTokenizer
 
 PROBE_TIMEOUT_S = 20.0
@@ -140,15 +134,12 @@ class Service:
 
     async def tokenize(self, body: object) -> dict[str, Any]:
         """/tokenize: ids of one text or of several."""
-        fields = read_object(body, TOKENIZE)
-        check_model(fields["model"], self.names)
-        prompt = fields["prompt"]
-        if prompt is None:
-            raise InvalidRequestError("prompt is required.", param="prompt")
-        texts = [prompt] if isinstance(prompt, str) else prompt
-        ids = [await encode(self._tokenizer, t, fields["add_special_tokens"]) for t in texts]
+        fields = Tokenize.read(body)
+        check_model(fields.model, self.names)
+        single = isinstance(fields.prompt, str)
+        texts = [fields.prompt] if isinstance(fields.prompt, str) else fields.prompt
+        ids = [await encode(self._tokenizer, text, fields.add_special_tokens) for text in texts]
         counts = [len(one) for one in ids]
-        single = isinstance(prompt, str)
         return {
             "tokens": ids[0] if single else ids,
             "count": counts[0] if single else counts,
@@ -157,19 +148,24 @@ class Service:
 
     def detokenize(self, body: object) -> dict[str, Any]:
         """/detokenize: text of one list of ids or of several."""
-        fields = read_object(body, DETOKENIZE)
-        check_model(fields["model"], self.names)
-        tokens = fields["tokens"]
-        if tokens is None:
-            raise InvalidRequestError("tokens is required.", param="tokens")
+        fields = Detokenize.read(body)
+        check_model(fields.model, self.names)
+        tokens: Any = fields.tokens
         batch = bool(tokens) and isinstance(tokens[0], list)
         for i, ids in enumerate(tokens if batch else [tokens]):
             check_ids(ids, f"tokens[{i}]" if batch else "tokens", self.info.vocab_size)
-        skip = fields["skip_special_tokens"]
+        skip = fields.skip_special_tokens
         decode = self._tokenizer.decode
         if batch:
             return {"text": [decode(ids, skip_special_tokens=skip) for ids in tokens]}
         return {"text": decode(tokens, skip_special_tokens=skip)}
+
+    def abort(self, body: object) -> None:
+        """/abort_request: end one request, one call, or all."""
+        fields = AbortRequest.read(body)
+        if not fields.rid and not fields.abort_all:
+            raise InvalidRequestError("Either rid or abort_all must be given.", param="rid")
+        self.frontend.abort(None if fields.abort_all else fields.rid)
 
     async def warm_up(self) -> None:
         """Generate a few tokens, as many as one request may; raises what ends it badly."""
@@ -213,7 +209,7 @@ class Service:
 
     async def profile(self, op: str, body: object) -> dict[str, Any]:
         """/start_profile and /stop_profile: what the engine says, and the trace's file."""
-        args = read_object(body, PROFILE)
+        args = Profile.read(body).model_dump(exclude={"profile_id"})
         reply = await self.frontend.control(op, args, PROFILE_TIMEOUT_S)
         if not reply.ok:
             raise InvalidRequestError(reply.message, param=reply.param)

@@ -242,7 +242,9 @@ class TestChat:
 
 class TestErrors:
     def test_bad_requests(self, client: openai.OpenAI) -> None:
-        with pytest.raises(openai.BadRequestError, match="top_p must be a number in") as caught:
+        with pytest.raises(
+            openai.BadRequestError, match="top_p must be less than or equal to 1, got"
+        ) as caught:
             client.chat.completions.create(model=MODEL, messages=CHAT, top_p=3)
         assert caught.value.param == "top_p"
         body: Any = caught.value.body

@@ -87,7 +87,7 @@ def test_a_trace_that_cannot_be_written_ends_nothing(server: Server, tmp_path: P
         ({"output_dir": "/proc/nowhere"}, "output_dir /proc/nowhere cannot be made"),
         ({"profile_by_stage": True}, "profile_by_stage is not supported"),
         ({"steps": 3}, "Unknown field"),
-        ([], "must be a JSON object"),
+        ([], "must be an object"),
     ],
 )
 def test_refusals(server: Server, body: Any, said: str) -> None:

@@ -11,7 +11,6 @@ from tiny import make_tokenizer
 
 from sgl_spec.errors import InvalidRequestError
 from sgl_spec.messages import Submit, decode_to_engine, encode
-from sgl_spec.server.fields import read_object
 from sgl_spec.server.model_info import ModelInfo
 from sgl_spec.server.requests import (
     MAX_REQUESTS_PER_CALL,
@@ -21,7 +20,8 @@ from sgl_spec.server.requests import (
     derive_seed,
     name_requests,
 )
-from sgl_spec.server.sampling import NATIVE, sampling_of
+from sgl_spec.server.sampling import native_sampling
+from sgl_spec.server.schema import Sampling
 from sgl_spec.server.tokenizer import ServerTokenizer
 
 CONTEXT = 64
@@ -67,26 +67,15 @@ def make(
 
 
 def asked(prompt: Any, **sampling: Any) -> Asked:
-    fields = read_object({"max_new_tokens": 4} | sampling, NATIVE)
-    return Asked(prompt=prompt, where="text", n=fields["n"], sampling=sampling_of(fields))
+    fields = Sampling.read({"max_new_tokens": 4} | sampling)
+    return Asked(prompt=prompt, where="text", n=fields.n, sampling=native_sampling(fields, ""))
 
 
 class TestMake:
     @pytest.mark.parametrize(
         ("sampling", "message"),
         [
-            ({"max_new_tokens": -1}, "max_new_tokens must be an integer >= 0"),
             ({"min_new_tokens": 5}, "min_new_tokens must be an integer from 0 to 4"),
-            ({"temperature": -1}, "temperature must be a finite number"),
-            ({"top_p": 0}, "top_p must be"),
-            ({"top_p": 2}, "top_p must be"),
-            ({"top_k": 0}, "top_k must be"),
-            ({"min_p": 1.5}, "min_p must be"),
-            ({"frequency_penalty": 2.1}, r"frequency_penalty must be a number in \[-2, 2\]"),
-            ({"frequency_penalty": -2.1}, "frequency_penalty must be"),
-            ({"presence_penalty": 3}, "presence_penalty must be"),
-            ({"repetition_penalty": 0}, r"repetition_penalty must be a number in \[1e-30, 2\]"),
-            ({"repetition_penalty": 2.5}, "repetition_penalty must be"),
             (
                 {"logit_bias": {"512": 1}},
                 "logit_bias must be a map from token ids, 0 to 511, got 512",
@@ -98,7 +87,6 @@ class TestMake:
             ({"stop": ""}, "stop must be"),
             ({"stop_token_ids": [-5]}, "stop_token_ids must be"),
             ({"stop_token_ids": [512]}, "stop_token_ids must be"),
-            ({"stream_interval": 0}, "stream_interval must be an integer >= 1, got 0"),
             ({"max_new_tokens": CONTEXT}, "Requested token count exceeds"),
         ],
     )
@@ -110,11 +98,11 @@ class TestMake:
 
     def test_messages_use_the_routes_own_names(self, tokenizer: ServerTokenizer) -> None:
         item = msgspec.structs.replace(
-            asked("a", max_new_tokens=-3), names={"max_new_tokens": "max_tokens"}
+            asked("a", min_new_tokens=5), names={"min_new_tokens": "min_tokens"}
         )
-        with pytest.raises(InvalidRequestError, match=r"^max_tokens must be") as caught:
+        with pytest.raises(InvalidRequestError, match=r"^min_tokens must be") as caught:
             make(tokenizer, item)
-        assert caught.value.param == "max_tokens"
+        assert caught.value.param == "min_tokens"
 
     @pytest.mark.parametrize("ids", [[512], [-1], [3, 2**62]])
     def test_ids_outside_the_vocabulary(self, tokenizer: ServerTokenizer, ids: list[int]) -> None:
@@ -229,11 +217,6 @@ class TestNames:
 
     def test_fresh_names_differ(self) -> None:
         assert name_requests(None, [1]) != name_requests(None, [1])
-
-    @pytest.mark.parametrize("rid", ["", "x" * 513, ["a", ""]])
-    def test_lengths(self, rid: Any) -> None:
-        with pytest.raises(InvalidRequestError, match="rid must be 1 to 512 characters"):
-            name_requests(rid, [1, 1])
 
     def test_a_call_is_bounded(self) -> None:
         with pytest.raises(InvalidRequestError, match=f"at most {MAX_REQUESTS_PER_CALL} requests"):

@@ -1,0 +1,106 @@
+"""`python tests/schema_tables.py` writes the tables of fields in docs/http.md from the schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sgl_spec.server import schema
+from sgl_spec.server.schema import Body
+from sgl_spec.server.unsupported import UNSUPPORTED
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "http.md"
+END = "<!-- end -->"
+SHARED = schema.Settings.names().keys()
+OPENAI = schema.OpenAI.names().keys()
+
+
+def fields(model: type[Body], *, but: Iterable[str] = ()) -> str:
+    """One row for each field: its name, its types, its default and its help."""
+    document = model.model_json_schema()
+    lines = ["| field | type | default | |", "|---|---|---|---|"]
+    for name, about in document["properties"].items():
+        if name in but:
+            continue
+        default = json.dumps(about.get("default", {}))
+        if name in document.get("required", ()):
+            default = "must be given"
+        told = about.get("description") or next(
+            (one["description"] for one in about.get("anyOf", []) if "description" in one), ""
+        )
+        kinds = " or ".join(dict.fromkeys(types(about)))
+        lines.append(f"| `{name}` | {kinds} | {default} | {told} |")
+    return "\n".join(lines)
+
+
+def types(about: Mapping[str, Any]) -> Iterable[str]:
+    """What a field may be, in words; null is never said."""
+    if "anyOf" in about:
+        for one in about["anyOf"]:
+            yield from types(one)
+    elif "enum" in about or "const" in about:
+        yield from (f"`{json.dumps(one)}`" for one in about.get("enum", [about.get("const")]))
+    elif about.get("type") == "array":
+        yield " or ".join(plural(one) for one in types(about["items"])) or "list"
+    elif about.get("type") != "null":
+        yield "object" if "$ref" in about else str(about.get("type", ""))
+
+
+def plural(kind: str) -> str:
+    """A list of what is called `kind`."""
+    head, found, rest = kind.partition(" of ")
+    return f"list of {head}s{found}{rest}" if kind else ""
+
+
+def unsupported() -> str:
+    """One row for fields that the same models have with the same values."""
+    tables = {
+        "all": UNSUPPORTED,
+        "OpenAI": schema.OpenAI.unsupported,
+        "`/v1/completions`": schema.Completions.unsupported,
+        "chat": schema.Chat.unsupported,
+        "`messages`": schema.Message.unsupported,
+        "content parts": schema.TextPart.unsupported,
+        "`stream_options`": schema.StreamOptions.unsupported,
+        "`/start_profile`": schema.Profile.unsupported,
+    }
+    lines = ["| where | beside null | |", "|---|---|---|"]
+    for where, table in tables.items():
+        inherited = {"all": (), "OpenAI": UNSUPPORTED}.get(where, schema.OpenAI.unsupported)
+        rows: dict[str, list[str]] = {}
+        for name, neutral in table.items():
+            if name not in inherited:
+                values = " or ".join(f"`{json.dumps(value)}`" for value in neutral)
+                rows.setdefault(values, []).append(f"`{name}`")
+        lines += [f"| {where} | {values} | {', '.join(names)} |" for values, names in rows.items()]
+    return "\n".join(lines)
+
+
+TABLES = {
+    "generate": fields(schema.Generate),
+    "openai": fields(schema.OpenAI, but=[n for n in SHARED if n != "min_tokens"]),
+    "completions": fields(schema.Completions, but=OPENAI),
+    "chat": fields(schema.Chat, but=OPENAI),
+    "messages": fields(schema.Message),
+    "sampling": fields(schema.Sampling),
+    "tokenize": fields(schema.Tokenize),
+    "detokenize": fields(schema.Detokenize),
+    "profile": fields(schema.Profile),
+    "unsupported": unsupported(),
+}
+
+
+def written(page: str) -> str:
+    """The page with the tables of today between their marks."""
+    for name, table in TABLES.items():
+        mark = f"<!-- fields: {name} -->"
+        assert mark in page, f"docs/http.md has no place for {mark}"
+        before, after = page.split(mark)
+        page = f"{before}{mark}\n{table}\n{END}{after.partition(END)[2]}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
