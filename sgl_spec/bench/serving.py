@@ -24,7 +24,7 @@ import orjson
 import torch
 import uvloop
 
-from sgl_spec.bench.load import Call, Target, ask, closed_loop
+from sgl_spec.bench.client import Call, Target, ask, closed_loop
 from sgl_spec.bench.own_server import OwnServer, own_server
 from sgl_spec.bench.report import provenance, say, table, write_row
 from sgl_spec.bench.streams import Level, level_of, read_answer

@@ -22,7 +22,7 @@ from typing import Any
 
 import orjson
 
-from sgl_spec.bench.load import Reply
+from sgl_spec.bench.client import Reply
 
 _END = b"[DONE]"
 

@@ -45,7 +45,7 @@ def check(level: dict[str, Any], concurrency: int, requests: int) -> None:
     assert level["output_tokens"] == requests * TOKENS
     assert level["tokens_per_s"] == pytest.approx(requests * TOKENS / level["seconds"])
     assert 0 < level["ttft_ms"]["p50"] <= level["ttft_ms"]["p99"] < level["seconds"] * 1e3
-    assert level["itl_ms"]["mean"] == pytest.approx(level["tpot_ms"]["mean"], rel=0.3)
+    assert level["itl_ms"]["mean"] == pytest.approx(level["tpot_ms"]["mean"], rel=0.5)
     assert level["tokens_per_chunk"] >= 1
     assert level["accept_length"] >= 1
     assert level["simulated"] is None
@@ -120,7 +120,7 @@ def test_errors_and_refusals(server: Server, tmp_path: Path) -> None:
     assert "--launch starts a server of ours" in both.stderr
     nobody = serving("http://127.0.0.1:9")
     assert nobody.returncode == 2
-    assert "/v1/models: ConnectionRefusedError" in nobody.stderr
+    assert "/v1/models: ClientConnectorError" in nobody.stderr
     assert "Traceback" not in nobody.stderr
 
 

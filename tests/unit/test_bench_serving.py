@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sgl_spec.bench.load import Reply, Target
+from sgl_spec.bench.client import Reply, Target
 from sgl_spec.bench.own_server import own_server
 from sgl_spec.bench.serving import Backend, Workload, main, read_levels, read_more, read_prompts
 from sgl_spec.bench.streams import level_of, read_answer, spread
@@ -140,10 +140,6 @@ def test_bodies() -> None:
     assert "return_spec_tokens_details" not in call.body
     chat = Backend("sgl-spec", target, workload, "m").call({"messages": [1]})
     assert (chat.path, chat.body["messages"]) == ("/v1/chat/completions", [1])
-    sent = target.request("POST", "/generate", b"{}").decode()
-    assert sent.startswith("POST /base/generate HTTP/1.1\r\nHost: host:1\r\n")
-    assert "Authorization: Bearer key\r\n" in sent
-    assert sent.endswith("Content-Length: 2\r\n\r\n{}")
 
 
 def test_more_is_laid_over_every_body() -> None:
