@@ -16,13 +16,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sgl_spec.bench.report import versions
+from sgl_spec.engine.device import device_name
 from sgl_spec.errors import ConfigError
 from sgl_spec.models.checkpoint import resolve_checkpoint
 from sgl_spec.training import chain_attention, losses
 from sgl_spec.training.checks import check_directory, chosen_device
 from sgl_spec.training.feed import Feed
 from sgl_spec.training.loop import CHECKPOINT, LoopOptions
-from sgl_spec.training.provenance import device_name, versions
 from sgl_spec.training.shards import TokenShards
 from sgl_spec.training.target import Target
 

@@ -16,7 +16,7 @@ from docs_commands import ROOT, Kind, commands
 from serving import free_port
 from training_data import VOCAB, make_target
 
-from sgl_spec.training import eagle3, standalone
+from sgl_spec.training import data, eagle3, standalone
 from sgl_spec.training import eval as evaluation
 
 SMALL = "--hidden 32 --intermediate 64 --num-layers 2 --heads 2 --kv-heads 1 --head-dim 16"
@@ -33,6 +33,7 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         "PYTHON": sys.executable,
         "PORT": str(free_port()),
         "TOKENS": "12000",
+        "PROMPTS": "300",
         "SECONDS_EACH": "6",
         "HELD_OUT": "0.2",
         "DATA_FLAGS": "--max-new-tokens 24 --batch-size 16",
@@ -90,7 +91,7 @@ def test_flags_of_the_document_exist() -> None:
         "eagle3": eagle3.parser().parse_args,
         "standalone": standalone.parser().parse_args,
         "eval": evaluation.parser().parse_args,
-        "data": None,  # the script runs the same flags
+        "data": lambda flags: data.parse(flags),
     }
     found = [command for command in commands(DOCUMENT) if command.kind is Kind.TRAINING]
     script = (ROOT / "examples" / "train_eagle3.sh").read_text()
@@ -104,7 +105,5 @@ def test_flags_of_the_document_exist() -> None:
         else:
             name, *flags = words[words.index("-m") + 2 :]
             seen.add(name)
-            parse = parsers[name]
-            if parse is not None:
-                parse(flags)
+            parsers[name](flags)
     assert seen == set(parsers)

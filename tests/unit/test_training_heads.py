@@ -56,7 +56,7 @@ def test_chain_attention_and_its_gradients(chain: int) -> None:
         return [out, *found]
 
     for fast, slow in zip(run(chain_attention), run(slow_chain_attention), strict=True):
-        torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(fast, slow, rtol=1e-4, atol=5e-5)
 
 
 def test_soft_label_loss_and_its_gradients() -> None:
@@ -75,7 +75,7 @@ def test_soft_label_loss_and_its_gradients() -> None:
     for fast, slow in zip(
         torch.autograd.grad(3 * found.loss, (hidden, head)), expected, strict=True
     ):
-        torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(fast, slow, rtol=1e-4, atol=5e-5)
     assert found.hits.tolist() == (scores.argmax(dim=-1) == best).tolist()
     assert found.hits.any()
 

@@ -25,7 +25,7 @@ from sgl_spec.errors import ConfigError
 from sgl_spec.training import feed as feeds
 from sgl_spec.training import stopping
 from sgl_spec.training.__main__ import main as command
-from sgl_spec.training.checks import check_directory, chosen_device
+from sgl_spec.training.checks import check_directory
 from sgl_spec.training.eagle3 import Eagle3Draft
 from sgl_spec.training.eval import Answer, HeldOutPrompt, report
 from sgl_spec.training.feed import Batch, Feed, Position
@@ -75,7 +75,6 @@ def in_time(action: Callable[[], None]) -> None:
     [
         (["--max-len", "8", "--ttt-steps", "16"], r"--ttt-steps.*44 only 8 are read \(--max-len"),
         (["--held-out", "0.999999"], "--held-out 0.999999 keeps every prompt"),
-        (["--held-out", "1"], "--held-out 1.0 is out of range"),
         (["--device", "banana"], "--device banana is unknown; allowed: cpu, cuda or cuda:N"),
         (["--draft-vocab", "0"], "--draft-vocab 0 is out of range"),
     ],
@@ -89,61 +88,16 @@ def test_training(
     assert not Path(out).exists()
 
 
-def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chosen_device("cpu") == torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert chosen_device("cuda:0") == torch.device("cuda:0")
-    assert chosen_device("cuda") == torch.device("cuda")
-    for asked in ("cuda:1", "cuda:", "cuda:x", "cpu:0", "meta", ""):
-        with pytest.raises(ConfigError, match=f"--device {asked} is"):
-            chosen_device(asked)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"--device cuda is not there; torch .* sees 0"):
-        chosen_device("cuda")
-
-
 def test_out_must_be_a_directory(
     tmp_path: Path, world: SimpleNamespace, refused: Callable[..., str]
 ) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
-    for out in (file, file / "below"):
-        expected = f"--out {out} cannot be a directory: {file} is a file."
-        assert refused(*world.train, "--steps", "1", "--out", str(out)).endswith(expected)
-        assert refused("data", "--model-path", str(world.model), "--out", str(out)).endswith(
-            expected
-        )
-    assert file.read_text() == "mine"
-    check_directory(tmp_path)
+    out = file / "below"
+    expected = f"--out {out} cannot be a directory: {file} is a file."
+    assert refused(*world.train, "--steps", "1", "--out", str(out)).endswith(expected)
     check_directory(tmp_path / "new" / "deeper")
     assert not (tmp_path / "new").exists()
-
-
-def test_a_directory_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    with pytest.raises(ConfigError, match=f"{tmp_path} allows it to others only"):
-        check_directory(tmp_path / "new")
-
-
-@pytest.mark.parametrize("flag", ["--prompts", "--exclude"])
-def test_prompts_must_be_utf8(
-    world: SimpleNamespace, tmp_path: Path, refused: Callable[..., str], flag: str
-) -> None:
-    path = tmp_path / "latin.jsonl"
-    path.write_bytes('{"prompt": "h\u00e9"}\n'.encode("latin-1"))
-    argv = ["data", "--model-path", str(world.model), "--out", str(tmp_path / "out"), flag]
-    assert f"{path} is not UTF-8 text" in refused(*argv, str(path), "--device", "cpu")
-
-
-def test_answers_longer_than_the_context(
-    world: SimpleNamespace, tmp_path: Path, refused: Callable[..., str]
-) -> None:
-    argv = ["data", "--model-path", str(world.model), "--out", str(tmp_path), "--device", "cpu"]
-    line = refused(*argv, "--max-new-tokens", "100000")
-    assert "--max-new-tokens 100000 leaves no room" in line
-    assert line.endswith("allowed: up to 1984.")
-    assert not list(tmp_path.iterdir())
 
 
 def shard(**changes: Any) -> Callable[[Path], None]:
@@ -186,14 +140,11 @@ def first(value: int) -> Callable[[np.ndarray], np.ndarray]:
         (shard(tokens=first(999)), "holds token id 999, the vocabulary has 320"),
         (shard(kinds=first(9)), "holds kind 9, the manifest names 2"),
         (shard(prompt_lens=first(0)), "a prompt is empty"),
-        (shard(prompt_lens=first(99)), "longer than its sequence"),
         (shard(offsets=first(3)), "offsets do not divide"),
-        (shard(tokens=lambda array: array[:-1]), "offsets do not divide"),
         (shard(jobs=lambda array: array[:-1]), "arrays are of different lengths"),
         (shard(tokens=lambda array: array.astype(np.float32)), "tokens is missing or of another"),
         (manifest(lambda m: m["shards"][0].pop("tokens")), "shard 0: tokens must be int"),
         (manifest(lambda m: m["shards"].append(3)), "shard 1 is no JSON object"),
-        (manifest(lambda m: m.update(kinds="chat")), "kinds must be list, found 'chat'"),
         (manifest(lambda m: m.pop("vocab_size")), "vocab_size must be int, found 'nothing'"),
     ],
 )
@@ -222,9 +173,8 @@ def test_resuming_from_half_a_checkpoint(
     argv = [*world.train, "--out", str(copied), "--steps", "1", "--resume"]
     path = copied / "checkpoint.pt"
     whole = path.read_bytes()
-    for content in (whole[: len(whole) // 2], whole[:10], b"", b"text, no checkpoint"):
-        path.write_bytes(content)
-        assert f"--resume: cannot read {path}" in refused(*argv)
+    path.write_bytes(whole[: len(whole) // 2])
+    assert f"--resume: cannot read {path}" in refused(*argv)
     state = torch.load(world.head / "checkpoint.pt", weights_only=True)
     torch.save({"weights": state["weights"]}, path)
     assert f"--resume: {path} is no checkpoint of a training" in refused(*argv)
@@ -401,12 +351,7 @@ def test_handlers_of_others_are_left_alone() -> None:
     ("flags", "named"),
     [
         (["--max-new-tokens", "0"], "--max-new-tokens 0 is out of range"),
-        (["--max-new-tokens", "-3"], "--max-new-tokens -3 is out of range"),
-        (["--limit", "0"], "--limit 0 is out of range"),
-        (["--limit", "-1"], "--limit -1 is out of range"),
-        (["--batch", "0"], "--batch 0 is out of range"),
         (["--shapes", "5,1,6", "5,1,9"], "--shapes 5,1,9 would be measured as 5,1,6"),
-        (["--shapes", "5,1"], "--shapes must be STEPS,TOPK,NODES each, got '5,1'"),
         (["--shapes", "5,x,6"], "--shapes must be STEPS,TOPK,NODES each, got '5,x,6'"),
         (["--max-new-tokens", "100000"], "refused all 2 prompts (--max-new-tokens, --context-len"),
         (["--max-new-tokens", "1"], "No kind of prompt has a whole round; raise --max-new-tokens"),
