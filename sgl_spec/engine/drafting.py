@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgl_spec.args import ResolvedArgs
-from sgl_spec.contradictions import BUILT_IN_DRAFTERS, trie_option
-from sgl_spec.draft_shape import sampling_flag
 from sgl_spec.engine.policy import tree_reserve
 from sgl_spec.engine.slots import SlotManager
 from sgl_spec.errors import ConfigError
@@ -30,6 +28,7 @@ from sgl_spec.speculative.plugin import build_plugin
 from sgl_spec.speculative.rules import AcceptanceRule, FollowRule, make_rule
 from sgl_spec.speculative.simulate import SimulatedRule
 from sgl_spec.speculative.topology import Topology, topology
+from sgl_spec.validate import BUILT_IN_DRAFTERS, trie_option
 
 if TYPE_CHECKING:
     from sgl_spec.engine.cuda.ngram import IndexSize
@@ -51,7 +50,7 @@ def rule_of(args: ResolvedArgs) -> AcceptanceRule:
 
 def topology_of(args: ResolvedArgs) -> Topology | None:
     """The shape of the trees where drafts are sampled, else None."""
-    shape = args.sampled_shape
+    shape = args.shape if args.sampling_flag else None
     return None if shape is None else topology(shape.steps, shape.topk, shape.nodes)
 
 
@@ -161,7 +160,7 @@ def make_drafter(
     )
     build = build_drafter if name in BUILT_IN_DRAFTERS else build_plugin
     drafter = build(name, context)
-    flag = sampling_flag(args)
+    flag = args.sampling_flag
     if flag is not None and not can_sample(drafter):
         raise ConfigError(
             f"{flag} needs a drafter that samples its drafts from a distribution and hands it "

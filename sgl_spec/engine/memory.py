@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from sgl_spec.args import ResolvedArgs
+from sgl_spec.args import MEM_FRACTION_CUDA, ResolvedArgs
 from sgl_spec.engine.kv_pool import ceil_page, floor_page
 from sgl_spec.engine.policy import tree_reserve
 from sgl_spec.errors import ConfigError
 from sgl_spec.models.config import ModelConfig
-from sgl_spec.serving_options import MEM_FRACTION_CUDA
 from sgl_spec.speculative.sampling import DEVICE_ELEMENTS
 
 POOL_FRACTION = 0.25  # of the memory that is free at start, for the KV pool of a CPU server

@@ -281,7 +281,7 @@ def test_a_grammar_holds_and_its_drafts_are_judged_not_dropped(
     assert all(set(one.text) <= set("abcdef-0123456789") for one in done)
     assert len(ended) > 6
     assert all(text[-3] == "-" and text[-2:].isdigit() for text in ended)
-    shape = llm.engine.args.sampled_shape
+    shape = llm.engine.args.shape
     assert shape is not None
     for one in done:
         assert one.spec is not None

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fakes import VOCAB
 
+from sgl_spec.args import CHUNK_TOKENS
 from sgl_spec.engine.batch import Batch, Launched, PrefillBatch, StepOutput
 from sgl_spec.engine.limits import Limits
 from sgl_spec.engine.metrics import EngineCounters
@@ -18,7 +19,6 @@ from sgl_spec.engine.req import Req, make_req
 from sgl_spec.engine.scheduler import Scheduler
 from sgl_spec.engine.slots import SlotManager
 from sgl_spec.request import SamplingParams, TokenizedRequest
-from sgl_spec.serving_options import CHUNK_TOKENS_CUDA
 
 TOKEN_S = 14.8e9 / 600e12  # an 8B model's prompt token on a GPU that computes 600 TFLOP/s
 ROUND_S = 0.005
@@ -80,7 +80,7 @@ def first_tokens(lens: list[int], **limits: object) -> tuple[np.ndarray, Clock]:
         "max_running": count,
         "max_queued": None,
         "max_request_tokens": 2000,
-        "prefill_budget": CHUNK_TOKENS_CUDA,
+        "prefill_budget": CHUNK_TOKENS["cuda"],
         "chunked": True,
         "draft_tokens": 1,
         "round_slots": 1,
@@ -121,7 +121,7 @@ def test_most_first_tokens_do_not_wait_for_a_few_long_prompts() -> None:
     alone = sum(lens) * TOKEN_S * 1e3
     assert np.median(times) < 100 < 0.3 * alone + 10
     assert times.max() < alone + 100
-    assert max(clock.chunks) <= CHUNK_TOKENS_CUDA
+    assert max(clock.chunks) <= CHUNK_TOKENS["cuda"]
 
 
 def test_a_long_prompt_is_not_passed_over_for_ever() -> None:

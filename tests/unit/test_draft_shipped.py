@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from tiny import make_tiny
 
 import sgl_spec.models.shipped as shipped
-from sgl_spec.draft_shape import EMBEDDED_DRAFTS
 from sgl_spec.errors import ConfigError, UnsupportedModelError
 from sgl_spec.models.checkpoint import resolve_draft
 from sgl_spec.models.draft_loader import load_draft
 from sgl_spec.models.loader import load_model
+from sgl_spec.validate import EMBEDDED_DRAFTS
 
 
 @pytest.fixture

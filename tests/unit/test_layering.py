@@ -12,17 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-ARGS = {
-    "args",
-    "options",
-    "contradictions",
-    "without_effect",
-    "draft_shape",
-    "serving_options",
-    "sglang_families",
-    "sglang_flags",
-    "speculation_options",
-}  # one declaration per option
+ARGS = {"args", "options", "sglang_compat", "validate"}  # one declaration per option
 BELOW_ENGINE = {"kernels", "layers", "models", "speculative"}
 # A room: the rooms it may import, besides itself; all but the kernels may also import `errors`.
 MAY_IMPORT: dict[str, set[str]] = {
