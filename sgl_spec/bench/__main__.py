@@ -13,11 +13,9 @@ COMMANDS = {
     "accept": "accept length of a drafter on Spec-Bench, by group and tree shape",
     "kernels": "every device kernel beside its floor and torch, on a GPU",
     "ngram": "time and memory of the n-gram drafter, per round",
-    "offline": "tokens per second of the engine, beside transformers",
-    "tasks": "tokens per second of every drafter by task, one request at a time",
+    "offline": "tokens per second of the engine by task, beside transformers",
     "serving": "load client: tokens per second, first token, inter-token latencies of a server",
-    "peer": "transformers' generate on the same device, as a baseline",
-    "round": "where a round's time is: each stage beside its bytes and its floor",
+    "round": "a round beside its floor, and what takes its time",
     "widen": "a checkpoint that computes the same text at the cost of a bigger model",
 }
 

@@ -18,25 +18,15 @@ from typing import Any
 import numpy as np
 
 from sgl_spec.args import ServerArgs
-from sgl_spec.bench.offline import bundled
+from sgl_spec.bench.offline import CHAT, TASKS, Question, questions
 from sgl_spec.bench.report import provenance, say, table, write_row
 from sgl_spec.engine.engine import Engine
 from sgl_spec.errors import ConfigError
 from sgl_spec.request import SamplingParams, TokenizedRequest
 from sgl_spec.server.tokenizer import ServerTokenizer
 
-TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
-CHAT = "mt_bench"  # all other categories
 LONGEST_PERIOD = 64
 FEWEST_LOOPING = 16  # tokens that repeat, for text to count as looping
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A prompt of one of the six groups."""
-
-    group: str
-    text: str
 
 
 @dataclass(slots=True)
@@ -201,20 +191,6 @@ class AcceptBench:
                 f"{self.engine.scheduler.limits.max_request_tokens} to a request."
             )
         return TokenizedRequest(rid=str(number), input_ids=ids, sampling=sampling, stream=True)
-
-
-def questions(groups: Sequence[str], limit: int | None) -> list[Question]:
-    """First turns, `limit` of each group (None: all), at equal distances in the file."""
-    found: dict[str, list[Question]] = {group: [] for group in groups}
-    for line in bundled("spec_bench_dev.jsonl"):
-        group = line["category"] if line["category"] in TASKS else CHAT
-        if group in found:
-            found[group].append(Question(group, line["turns"][0]))
-    chosen: list[Question] = []
-    for every in found.values():
-        count = len(every) if limit is None else min(limit, len(every))
-        chosen += [every[i * len(every) // count] for i in range(count)]
-    return chosen
 
 
 def looping(ids: Sequence[int]) -> int:

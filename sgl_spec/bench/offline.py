@@ -1,47 +1,48 @@
-"""Tokens per second of the engine in this process, beside transformers and beside the floor.
+"""Tokens per second of the engine in this process, by kind of prompt, beside transformers.
 
 One run measures every row, in turns (transformers, plain, NGRAM, transformers, ...), because the
 speed of a shared machine drifts: ratios are taken within a turn, and the median turn is reported.
-The text of every greedy run is compared with the plain run's.
+The text of every greedy run is compared with the plain run's. A case is a kind of prompt and how
+many run together: free (chats), copy (a passage that the text repeats), or a group of Spec-Bench.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
+import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sgl_spec.bench.report import provenance, say, write_row
+from sgl_spec.bench.machine import read_bandwidth
+from sgl_spec.bench.report import provenance, say, table, write_row
+from sgl_spec.errors import ConfigError
 from sgl_spec.llm import LLM, Completion
+from sgl_spec.models.decoder import Decoder
+from sgl_spec.server.tokenizer import ServerTokenizer
 
+TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
+CHAT = "mt_bench"  # all other categories
+GROUPS = (*TASKS, CHAT)
+CASES = ("free:1", "free:8", "copy:1")
 COPY_WORDS = 20
-_READ_BYTES = 1 << 30
+_TRANSFORMERS, _PLAIN = "transformers", "plain"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One measured configuration.
+class Question:
+    """A prompt of one of the six groups."""
 
-    tokens_per_s: decoding only, median over the turns; ratio: median of this row's decoding over
-    its baseline's, turn by turn; whole_tokens_per_s: the prompts' prefill counted too.
-    """
-
-    name: str
-    baseline: str
-    tokens_per_s: float
-    ratio: float
-    whole_tokens_per_s: float
-    accept_length: float | None
-    same_text: bool
+    group: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,82 +52,6 @@ class Case:
     name: str
     prompts: list[list[int]]
     batch: int
-
-
-def main(argv: Sequence[str]) -> None:
-    """`python -m sgl_spec.bench offline`."""
-    options = _parser().parse_args(argv)
-    bench = OfflineBench(options)
-    rows = bench.run()
-    print_rows(rows, bench.facts)
-    if options.json:
-        conditions = provenance(argv=["python", "-m", "sgl_spec.bench", "offline", *argv])
-        write_row(
-            Path(options.json),
-            {**conditions, **bench.facts, "rows": [asdict(row) for row in rows]},
-        )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sgl_spec.bench offline", description=__doc__)
-    parser.add_argument("--model-path", default="smollm2")
-    parser.add_argument("--against", choices=("transformers", "none"), default="none")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--prompts", type=int, default=8, help="prompts of each kind")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--json", help="append one JSON row to this file")
-    return parser
-
-
-class OfflineBench:
-    """Loads every contestant once and measures them in turns."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.new_tokens: int = options.max_new_tokens
-        say(f"Loading {options.model_path} for every contestant.")
-        self.plain = LLM(options.model_path, disable_radix_cache=True)
-        self.ngram = LLM(
-            options.model_path, disable_radix_cache=True, speculative_algorithm="NGRAM"
-        )
-        self.peer = Transformers.beside(self.plain) if options.against == "transformers" else None
-        self.free = [self.plain.encode(p) for p in free_prompts(options.prompts)]
-        self.copy = [self.plain.encode(p) for p in copy_prompts(options.prompts)]
-        self.facts = floor(self.plain) | {"new_tokens": self.new_tokens}
-
-    def run(self) -> list[Row]:
-        """All rows."""
-        rows: list[Row] = []
-        for case in (Case("free", self.free, 1), Case("free", self.free, 8)):
-            rows += self._case(case, peer=self.peer is not None)
-        rows += self._case(Case("copy", self.copy, 1), peer=False)
-        return rows
-
-    def _case(self, case: Case, *, peer: bool) -> list[Row]:
-        contestants: dict[str, Callable[[Case, int], Run]] = {}
-        if peer and self.peer is not None:
-            contestants["transformers"] = self.peer.run
-        contestants |= {"plain": self._plain, "NGRAM": self._ngram}
-        turns: list[dict[str, Run]] = []
-        label = f"{case.name}, batch {case.batch}"
-        for turn in range(self.options.turns):
-            say(f"{label}: turn {turn + 1} of {self.options.turns}, {', '.join(contestants)}")
-            turns.append({name: self._turn(case, run) for name, run in contestants.items()})
-        baselines = {"transformers": "transformers", "NGRAM": "plain"}
-        baselines["plain"] = "transformers" if "transformers" in contestants else "plain"
-        return [row_of(f"{label}: {n}", n, baselines[n], turns) for n in contestants]
-
-    def _turn(self, case: Case, run: Callable[[Case, int], Run]) -> Run:
-        """A run of one token tells what the prompts cost; a second one is measured."""
-        prefill = run(case, 1).seconds
-        return replace(run(case, self.new_tokens), prefill=prefill)
-
-    def _plain(self, case: Case, new_tokens: int) -> Run:
-        return generate(self.plain, case, new_tokens)
-
-    def _ngram(self, case: Case, new_tokens: int) -> Run:
-        self.ngram.engine.control("flush_cache")  # a cold trie: it learns from this run alone
-        return generate(self.ngram, case, new_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +74,98 @@ class Run:
         return sum(map(len, self.ids)) / self.seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contestant in one case.
+
+    tokens_per_s: decoding only, median over the turns; ratio: median of this row's decoding over
+    its baseline's, turn by turn; whole_tokens_per_s: the prompts' prefill counted too.
+    """
+
+    case: str
+    name: str
+    baseline: str
+    tokens_per_s: float
+    ratio: float
+    whole_tokens_per_s: float
+    accept_length: float | None
+    same_text: bool
+
+
+class OfflineBench:
+    """Loads every contestant once and measures them in turns."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        say(f"Loading {options.model_path} for every contestant.")
+        self.plain = self._load()
+        self.tokenizer = ServerTokenizer.from_dir(self.plain.engine.tokenizer_dir)
+        self.cases = [self._case(text) for text in options.cases]
+        self.runs: dict[str, Callable[[Case, int], Run]] = {}
+        if options.against == _TRANSFORMERS:
+            self.runs[_TRANSFORMERS] = Transformers.beside(self.plain).run
+        self.runs[_PLAIN] = partial(generate, self.plain)
+        for name in options.algorithms:
+            self.runs[name] = partial(_cold, self._load(name))
+        self.facts = _floor(self.plain) | {"new_tokens": options.max_new_tokens}
+
+    def _load(self, algorithm: str | None = None) -> LLM:
+        flags: dict[str, Any] = {"disable_radix_cache": True, "device": self.options.device}
+        flags |= {"max_running_requests": 8, "speculative_algorithm": algorithm}
+        if algorithm not in (None, "NGRAM") and self.options.draft_shape is not None:
+            names = ("num_steps", "eagle_topk", "num_draft_tokens")
+            values = map(int, self.options.draft_shape.split(","))
+            flags |= {f"speculative_{n}": v for n, v in zip(names, values, strict=True)}
+        return LLM(self.options.model_path, **flags)
+
+    def _case(self, text: str) -> Case:
+        found = re.fullmatch(rf"(free|copy|{'|'.join(GROUPS)})(?::([1-9]\d*))?", text)
+        if found is None:
+            kinds = ", ".join(("free", "copy", *GROUPS))
+            raise ConfigError(f"--cases must be KIND:BATCH, got {text!r}; KIND: {kinds}.")
+        name, count = found[1], self.options.prompts
+        if name in GROUPS:
+            chats = [[{"role": "user", "content": q.text}] for q in questions([name], count)]
+            ids = [self.tokenizer.encode_chat(chat) for chat in chats]
+        else:
+            texts = copy_prompts(count) if name == "copy" else free_prompts(count)
+            ids = [self.plain.encode(prompt) for prompt in texts]
+        return Case(name, ids, int(found[2] or 1))
+
+    def run(self) -> Iterator[Row]:
+        """The rows of each case, then the means over the groups of Spec-Bench."""
+        found: list[Row] = []
+        for case in self.cases:
+            turns: list[dict[str, Run]] = []
+            for turn in range(self.options.turns):
+                say(f"{case.name}, batch {case.batch}: turn {turn + 1} of {self.options.turns}")
+                turns.append({name: self._turn(case, run) for name, run in self.runs.items()})
+            rows = [self._row(case, name, turns) for name in self.runs]
+            found += rows if case.name in GROUPS else []
+            yield from rows
+        for name in self.runs if len(found) > len(self.runs) else ():
+            yield _mean([row for row in found if row.name == name])
+
+    def _turn(self, case: Case, run: Callable[[Case, int], Run]) -> Run:
+        """A run of one token tells what the prompts cost; a second one is measured."""
+        prefill = run(case, 1).seconds
+        return replace(run(case, self.options.max_new_tokens), prefill=prefill)
+
+    def _row(self, case: Case, name: str, turns: list[dict[str, Run]]) -> Row:
+        baseline = _TRANSFORMERS if name == _PLAIN and _TRANSFORMERS in self.runs else _PLAIN
+        baseline = _TRANSFORMERS if name == _TRANSFORMERS else baseline
+        return Row(
+            case=f"{case.name}, batch {case.batch}",
+            name=name,
+            baseline=baseline,
+            tokens_per_s=statistics.median(turn[name].speed for turn in turns),
+            ratio=statistics.median(turn[name].speed / turn[baseline].speed for turn in turns),
+            whole_tokens_per_s=statistics.median(turn[name].whole_speed for turn in turns),
+            accept_length=turns[-1][name].accept_length,
+            same_text=all(turn[name].ids == turn[_PLAIN].ids for turn in turns),
+        )
+
+
 def generate(llm: LLM, case: Case, new_tokens: int) -> Run:
     """Greedy continuations of `new_tokens` each, EOS ignored."""
     params = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
@@ -162,18 +179,9 @@ def generate(llm: LLM, case: Case, new_tokens: int) -> Run:
     return Run([c.output_ids for c in done], seconds, emitted / rounds if rounds else None)
 
 
-def row_of(label: str, name: str, baseline: str, turns: list[dict[str, Run]]) -> Row:
-    """A contestant's medians over the turns."""
-    lengths = [turn[name].accept_length for turn in turns]
-    return Row(
-        name=label,
-        baseline=baseline,
-        tokens_per_s=statistics.median(turn[name].speed for turn in turns),
-        ratio=statistics.median(turn[name].speed / turn[baseline].speed for turn in turns),
-        whole_tokens_per_s=statistics.median(turn[name].whole_speed for turn in turns),
-        accept_length=lengths[-1],
-        same_text=all(turn[name].ids == turn["plain"].ids for turn in turns),
-    )
+def _cold(llm: LLM, case: Case, new_tokens: int) -> Run:
+    llm.engine.control("flush_cache")  # n-grams are learned from this run alone
+    return generate(llm, case, new_tokens)
 
 
 class Transformers:
@@ -218,11 +226,24 @@ class Transformers:
         return ids
 
 
+def questions(groups: Sequence[str], limit: int | None) -> list[Question]:
+    """First turns of Spec-Bench, `limit` of each group (None: all), at equal distances in the
+    file."""
+    found: dict[str, list[Question]] = {group: [] for group in groups}
+    for line in bundled("spec_bench_dev.jsonl"):
+        group = line["category"] if line["category"] in TASKS else CHAT
+        if group in found:
+            found[group].append(Question(group, line["turns"][0]))
+    chosen: list[Question] = []
+    for every in found.values():
+        count = len(every) if limit is None else min(limit, len(every))
+        chosen += [every[i * len(every) // count] for i in range(count)]
+    return chosen
+
+
 def free_prompts(count: int) -> list[str]:
     """Chat prompts that ask for free writing, from the bundled benchmark file."""
-    lines = bundled("bench96.jsonl")
-    chosen = [line["prompt"] for line in lines if line["cat"] == "mt_bench"]
-    return chosen[:count]
+    return [line["prompt"] for line in bundled("bench96.jsonl") if line["cat"] == CHAT][:count]
 
 
 def copy_prompts(count: int) -> list[str]:
@@ -238,45 +259,77 @@ def bundled(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def floor(llm: LLM) -> dict[str, Any]:
+def step_bytes(model: Decoder) -> int:
+    """What a step reads: every weight, but only single rows of the embedding."""
+    return model.weight_bytes - model.embedding.nbytes
+
+
+def _floor(llm: LLM) -> dict[str, Any]:
     """What reading the weights once a step allows."""
     model = llm.engine.model
-    # A step reads every weight but looks up single rows of the embedding.
-    weight_bytes = model.weight_bytes - model.embedding.nbytes
-    bandwidth = read_bandwidth()
+    bandwidth = read_bandwidth(model.device)
     return {
-        "step_bytes": weight_bytes,
+        "step_bytes": step_bytes(model),
         "read_bandwidth_gb_s": bandwidth / 1e9,
-        "floor_tokens_per_s_batch_1": bandwidth / weight_bytes,
-        "threads": torch.get_num_threads(),
+        "floor_tokens_per_s_batch_1": bandwidth / step_bytes(model),
+        "device": model.device.type,
+        "dtype": str(model.dtype).removeprefix("torch."),
     }
 
 
-def read_bandwidth() -> float:
-    """Bytes per second that all threads read from memory together, best of five."""
-    block = torch.ones(_READ_BYTES // 4)
-    best = 0.0
-    for _ in range(5):
-        start = time.perf_counter()
-        block.sum()
-        best = max(best, _READ_BYTES / (time.perf_counter() - start))
-    del block
-    gc.collect()
-    return best
+def _mean(rows: Sequence[Row]) -> Row:
+    """Means over the groups of one contestant."""
+    lengths = [row.accept_length for row in rows if row.accept_length is not None]
+    return Row(
+        case="mean of groups",
+        name=rows[0].name,
+        baseline=rows[0].baseline,
+        tokens_per_s=statistics.mean(row.tokens_per_s for row in rows),
+        ratio=statistics.mean(row.ratio for row in rows),
+        whole_tokens_per_s=statistics.mean(row.whole_tokens_per_s for row in rows),
+        accept_length=statistics.mean(lengths) if lengths else None,
+        same_text=all(row.same_text for row in rows),
+    )
 
 
-def print_rows(rows: Sequence[Row], facts: dict[str, Any]) -> None:
-    """The table, below the floor."""
+def main(argv: Sequence[str]) -> None:
+    """`python -m sgl_spec.bench offline`."""
+    options = _parser().parse_args(argv)
+    bench = OfflineBench(options)
+    rows = list(bench.run())
+    facts = bench.facts
     print(
-        f"floor at batch 1: {facts['step_bytes'] / 1e6:.0f} MB of weights, read at "
-        f"{facts['read_bandwidth_gb_s']:.1f} GB/s: "
-        f"{facts['floor_tokens_per_s_batch_1']:.1f} tokens/s"
+        f"Reading {facts['step_bytes'] / 1e6:.0f} MB of weights at "
+        f"{facts['read_bandwidth_gb_s']:.1f} GB/s allows "
+        f"{facts['floor_tokens_per_s_batch_1']:.1f} tokens/s at batch 1."
     )
-    print(
-        f"{'decoding':34s} {'tokens/s':>9s} {'x baseline':>18s} {'accept':>7s}  same text as plain"
-    )
+    header = ["case", "contestant", "tokens/s", "ratio", "to", "with prompts", "accept"]
+    cells = []
     for row in rows:
-        accept = "" if row.accept_length is None else f"{row.accept_length:.2f}"
-        ratio = f"{row.ratio:.2f} {row.baseline}"
+        length = "-" if row.accept_length is None else f"{row.accept_length:.2f}"
+        speeds = [f"{row.tokens_per_s:.1f}", f"{row.ratio:.2f}", row.baseline]
         same = "yes" if row.same_text else "no"
-        print(f"{row.name:34s} {row.tokens_per_s:9.1f} {ratio:>18s} {accept:>7s}  {same}")
+        cells.append([row.case, row.name, *speeds, f"{row.whole_tokens_per_s:.1f}", length, same])
+    print(table([*header, "same text"], cells))
+    if options.json:
+        conditions = provenance(argv=["python", "-m", "sgl_spec.bench", "offline", *argv])
+        found = {**conditions, **facts, "rows": [asdict(row) for row in rows]}
+        write_row(Path(options.json), found)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sgl_spec.bench offline", description=__doc__, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--model-path", default="smollm2")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--against", choices=(_TRANSFORMERS, "none"), default="none")
+    add("--algorithms", nargs="*", default=["NGRAM"], help="beside plain decoding")
+    add("--draft-shape", metavar="STEPS,TOPK,NODES", help="of draft models")
+    add("--cases", nargs="+", default=list(CASES), metavar="KIND:BATCH")
+    add("--max-new-tokens", type=int, default=64)
+    add("--prompts", type=int, default=8, help="of each case")
+    add("--turns", type=int, default=3)
+    add("--json", help="append one JSON row to this file")
+    return parser

@@ -1,9 +1,7 @@
-"""Where a round's time is: each stage with what it reads, its floor, and how far it is above it.
+"""How long a round takes over its floor, and which marks, operators or kernels take the time.
 
-The floor of a stage is the time in which its bytes (weights and keys and values, each read once a
-forward) can be read at the bandwidth that was measured just before. Times are of the CPU's clock,
-or on a GPU of events on its stream, which are captured with the round's graph; there the kernels
-that take longest follow. Other options are the server's:
+The floor is the time in which the target's weights and the keys and values of the batch can be read
+once, at the bandwidth that was measured just before. Other options are the server's:
 python -m sgl_spec.bench round --batch 8 --speculative-algorithm EAGLE3
 """
 
@@ -12,50 +10,23 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sgl_spec.args import ServerArgs
-from sgl_spec.bench.device_times import KernelRow, bandwidth, kernel_rows
-from sgl_spec.bench.offline import bundled, read_bandwidth
+from sgl_spec.bench.machine import PartRow, Parts, parts_of, read_bandwidth
+from sgl_spec.bench.offline import bundled, step_bytes
 from sgl_spec.bench.report import provenance, say, table, write_row
-from sgl_spec.bench.stages import (
-    HOST,
-    PARTS,
-    STAGES,
-    EventClock,
-    HostClock,
-    Recorder,
-    RoundTimes,
-    watched,
-)
 from sgl_spec.engine.engine import Engine
 from sgl_spec.errors import ConfigError
 from sgl_spec.request import SamplingParams, TokenizedRequest
 
 WARM_ROUNDS = 5
 TRACED_ROUNDS = 10
+_BLOCK = 5  # rounds timed together: one may be launched before the last one's tokens are there
 _LONGEST_ROUND = 64  # tokens that one may give
-
-
-@dataclass(frozen=True, slots=True)
-class StageRow:
-    """A stage of a round: means over the middle half of the rounds by duration, which add up. ms:
-    without stages that have their own row. mb: bytes read / 1e6. floor_ms, over_floor: None where
-    no bytes are counted."""
-
-    stage: str
-    ms: float
-    share: float
-    calls: float
-    mb: float
-    floor_ms: float | None
-    over_floor: float | None
 
 
 class RoundBench:
@@ -64,119 +35,57 @@ class RoundBench:
     def __init__(self, options: argparse.Namespace, args: ServerArgs) -> None:
         self.options = options
         self.engine = Engine(args)
-        self.on_gpu = self.engine.model.device.type == "cuda"
-        self.whole_rounds = hasattr(self.engine.scheduler.worker, "rounds")  # that need no host
+        self.device = self.engine.model.device
         self.facts: dict[str, Any] = {
             "args": {k: v for k, v in self.engine.args.public().items() if v is not None},
             "acceptance_rule": self.engine.rule.name,
             "batch": options.batch,
             "prompt_tokens": options.prompt_tokens,
+            "rounds": options.rounds,
         }
 
-    def run(self) -> tuple[list[StageRow], float]:
-        """The rows, the whole round last, and what the wrapping costs: measured rounds over rounds
-        without it."""
-        rate = self._read_bandwidth()
+    def run(self) -> Parts:
+        """Time the rounds, of which `facts` then tell; then trace some more."""
+        rate = read_bandwidth(self.device)
         self._submit()
         self._fill()
-        self._warm_up()
-        before = self._emitted()
-        in_blocks = self.on_gpu or self.whole_rounds
-        plain, rounds = self._in_blocks() if in_blocks else self._in_turns()
-        emitted, verified = (now - then for now, then in zip(self._emitted(), before, strict=True))
-        rows = rows_of(rounds, rate)
-        plain_ms = statistics.median(plain) * 1e3
-        self.facts |= {
-            "rounds": len(rounds),
-            "plain_round_ms": plain_ms,
-            "plain_over_floor": plain_ms / floor if (floor := rows[-1].floor_ms) else None,
-            "tokens_per_request_and_round": emitted / verified if verified else 1.0,
-        }
-        return rows, rows[-1].ms / plain_ms
-
-    def kernels(self) -> list[KernelRow]:
-        """Those of plain rounds, on a GPU."""
-
-        def work() -> None:
-            for _ in range(TRACED_ROUNDS):
-                self._round()
-
-        if not self.on_gpu or not self.options.kernels:
-            return []
-        try:
-            return kernel_rows(work, TRACED_ROUNDS)
-        except RuntimeError as error:  # a machine whose profiler is closed; the stages are measured
-            say(f"No kernels: {error}")
-            return []
-
-    def _read_bandwidth(self) -> float:
-        if not self.on_gpu:
-            rate = read_bandwidth()
-        else:
-            both = bandwidth(self.engine.model.device)
-            torch.cuda.empty_cache()
-            rate = both.read
-            self.facts["copy_bandwidth_gb_s"] = both.copy / 1e9
-        self.facts["read_bandwidth_gb_s"] = rate / 1e9
-        return rate
-
-    def _in_turns(self) -> tuple[list[float], list[RoundTimes]]:
-        """Seconds of plain rounds, and measured rounds between them: a CPU's speed drifts."""
-        plain, rounds, recorder = [], [], Recorder(HostClock())
-        for _ in range(self.options.rounds):
-            plain.append(self._seconds(1))
-            with self._watched(recorder):
-                rounds.append(self._measured(recorder))
-        return plain, rounds
-
-    def _in_blocks(self) -> tuple[list[float], list[RoundTimes]]:
-        """The same one after the other, since a round may be launched before the last one's tokens
-        are there, and graphs are made anew to be measured. Plain rounds by five."""
-        block = min(5, self.options.rounds)
-        plain = [self._seconds(block) for _ in range(self.options.rounds // block)]
-        recorder = Recorder(EventClock() if self.on_gpu else HostClock())
-        with self._watched(recorder):
-            for _ in range(WARM_ROUNDS):
-                self._measured(recorder)
-            rounds = [self._measured(recorder) for _ in range(self.options.rounds)]
-        self._warm_up()
-        return plain, rounds
-
-    @contextmanager
-    def _watched(self, recorder: Recorder) -> Iterator[None]:
-        if self.whole_rounds:
-            from sgl_spec.bench.device_stages import watched_device  # needs triton
-
-            with watched_device(self.engine, recorder):
-                yield
-            return
-        with watched(self.engine, recorder):
-            yield
-
-    def _seconds(self, rounds: int) -> float:
-        """Of one of so many rounds in a row."""
-        before, start = self.engine.counters.rounds, time.perf_counter()
-        for _ in range(rounds):
-            self._round()
-        seconds = time.perf_counter() - start
-        done = self.engine.counters.rounds - before
-        assert done == rounds, f"{done} rounds in {rounds} steps"
-        return seconds / rounds
-
-    def _measured(self, recorder: Recorder) -> RoundTimes:
-        with recorder.stage(HOST):
-            self._round()
-        return recorder.round(self._held())
-
-    def _held(self) -> int:
-        """Tokens whose KV a round reads, trees included."""
-        running = self.engine.scheduler.running
-        committed = sum(req.held.committed_len for req in running)
-        return committed + len(running) * self.engine.args.tree_nodes
-
-    def _warm_up(self) -> None:
         for _ in range(WARM_ROUNDS):
             self._round()
+        before, held = self._emitted(), self._held()
+        seconds = self._times()
+        emitted, verified = (now - then for now, then in zip(self._emitted(), before, strict=True))
+        model = self.engine.model
+        read = step_bytes(model) + (held + self._held()) / 2 * model.kv_bytes_per_token
+        median, floor = statistics.median(seconds) * 1e3, read / rate * 1e3
+        self.facts |= {
+            "read_bandwidth_gb_s": rate / 1e9,
+            "round_ms": median,
+            "round_ms_least": min(seconds) * 1e3,
+            "read_mb": read / 1e6,
+            "floor_ms": floor,
+            "over_floor": median / floor,
+            "tokens_per_request_and_round": emitted / verified if verified else 1.0,
+        }
+        return parts_of(self._traced, TRACED_ROUNDS, self.device)
+
+    def _traced(self) -> None:
+        for _ in range(TRACED_ROUNDS):
+            self._round()
+
+    def _times(self) -> list[float]:
+        """Seconds of a round, by blocks."""
+        found = []
+        for _ in range(-(-self.options.rounds // _BLOCK)):
+            before, start = self.engine.counters.rounds, time.perf_counter()
+            for _ in range(_BLOCK):
+                self._round()
+            seconds = time.perf_counter() - start
+            found.append(seconds / (self.engine.counters.rounds - before))
+        return found
+
+    def _held(self) -> int:
+        """Tokens in the KV cache of the batch."""
+        return sum(req.held.committed_len for req in self.engine.scheduler.running)
 
     def _round(self) -> None:
         """A step of the whole batch: a round, which may be collected in the next."""
@@ -192,7 +101,7 @@ class RoundBench:
         if limits.max_running < options.batch:
             raise ConfigError(f"--batch must be at most {limits.max_running}, got {options.batch}.")
         # Enough that nothing ends, however much a round gives.
-        rounds = 2 * options.rounds + 3 * WARM_ROUNDS + TRACED_ROUNDS + 2
+        rounds = options.rounds + _BLOCK + WARM_ROUNDS + TRACED_ROUNDS
         tokens = rounds * min(self.engine.args.tree_nodes, _LONGEST_ROUND) + 1
         most = limits.max_request_tokens
         if options.prompt_tokens + tokens > most:
@@ -230,38 +139,6 @@ class RoundBench:
             waiting -= {chunk.rid for chunk in self.engine.step() if chunk.ids}
 
 
-def rows_of(rounds: Sequence[RoundTimes], bandwidth: float) -> list[StageRow]:
-    """A row for each stage that took time, in the order of a round. bandwidth: bytes per second."""
-    names = [stage + part for stage in STAGES for part in PARTS]
-    seen = {name for times in rounds for name in times.seconds}
-    assert seen <= set(names), f"a stage without a row: {seen - set(names)}"
-    cut = len(rounds) // 4
-    kept = sorted(rounds, key=lambda times: times.total)[cut : len(rounds) - cut]
-    whole = statistics.mean(times.total for times in kept)
-    rows = []
-    for name in [name for name in names if name in seen]:
-        seconds = statistics.mean(times.seconds[name] for times in kept)
-        calls = statistics.mean(times.calls[name] for times in kept)
-        read = statistics.mean(times.bytes[name] for times in kept)
-        rows.append(_row(name, seconds, whole, calls, read / bandwidth, read))
-    read = statistics.mean(sum(times.bytes.values()) for times in kept)
-    return [*rows, _row("round", whole, whole, 1.0, read / bandwidth, read)]
-
-
-def _row(
-    name: str, seconds: float, whole: float, calls: float, floor: float, read: float
-) -> StageRow:
-    return StageRow(
-        stage=name,
-        ms=seconds * 1e3,
-        share=seconds / whole,
-        calls=calls,
-        mb=read / 1e6,
-        floor_ms=floor * 1e3 if read else None,
-        over_floor=seconds / floor if read else None,
-    )
-
-
 def main(argv: Sequence[str]) -> None:
     """`python -m sgl_spec.bench round`."""
     options, server = _parser().parse_known_args(argv)
@@ -269,26 +146,20 @@ def main(argv: Sequence[str]) -> None:
     flags += [*server, "--max-running-requests", str(options.batch)]
     bench = RoundBench(options, ServerArgs.from_cli(flags))
     say(f"Measuring {options.rounds} rounds of {options.batch} requests.")
-    rows, overhead = bench.run()
-    header = ["stage", "ms", "share", "calls", "MB", "floor ms", "x floor"]
-    print(table(header, [["-" if v is None else v for v in asdict(row).values()] for row in rows]))
+    parts = bench.run()
     facts = bench.facts
-    over = facts["plain_over_floor"]
     print(
-        f"{facts['tokens_per_request_and_round']:.2f} tokens per request and round; rounds that "
-        f"nothing is measured in take {facts['plain_round_ms']:.3f} ms"
-        f"{'' if over is None else f', {over:.2f} times the floor'}, these {overhead:.2f} times "
-        f"as long; floors at {facts['read_bandwidth_gb_s']:.1f} GB/s."
+        f"A round takes {facts['round_ms']:.3f} ms, {facts['over_floor']:.2f} times its floor of "
+        f"{facts['floor_ms']:.3f} ms ({facts['read_mb']:.0f} MB at "
+        f"{facts['read_bandwidth_gb_s']:.1f} GB/s), and gives "
+        f"{facts['tokens_per_request_and_round']:.2f} tokens to a request."
     )
-    kernels = bench.kernels()
-    if kernels:
-        shown = [[row.kernel[:80], row.ms, row.calls] for row in kernels[: options.kernels]]
-        print(table(["kernel", "ms", "calls"], shown))
+    for title, rows in (("mark", parts.marks), ("operation", parts.operations)):
+        shown: Sequence[PartRow] = rows[: options.rows]
+        print(table([title, "ms", "calls"], [[row.name[:80], row.ms, row.calls] for row in shown]))
     if options.json:
         conditions = provenance(argv=["python", "-m", "sgl_spec.bench", "round", *argv], seed=0)
-        found = {**facts, "overhead": overhead, "rows": [asdict(row) for row in rows]}
-        found["kernels"] = [asdict(row) for row in kernels]
-        write_row(Path(options.json), {**conditions, **found})
+        write_row(Path(options.json), {**conditions, **facts, **asdict(parts)})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -299,6 +170,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--prompt-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--kernels", type=int, default=16, help="shown on a GPU; 0: none traced")
+    parser.add_argument("--rows", type=int, default=16, help="operations shown")
     parser.add_argument("--json", help="append one JSON row to this file")
     return parser

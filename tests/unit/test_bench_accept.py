@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from sgl_spec.bench.__main__ import main
-from sgl_spec.bench.accept import CHAT, TASKS, Answer, looping, questions
+from sgl_spec.bench.accept import Answer, looping
+from sgl_spec.bench.offline import CHAT, TASKS, questions
 
 
 @pytest.mark.parametrize(
