@@ -48,7 +48,7 @@ EXECUTED_BY: list[tuple[str, Kind]] = [
     (r"make (setup|test|lint|types|check)", Kind.CI),
     (r"make slow", Kind.SLOW),
     (rf"{PYTHON} -m sgl_spec\.bench serving .*--launch .*--device cuda .*", Kind.GPU),
-    (rf"{PYTHON} -m sgl_spec\.bench widen .*--shape llama-8b .*", Kind.GPU),
+    (rf"{PYTHON} examples/widen\.py .*--shape llama-8b .*", Kind.GPU),
     (rf"{PYTHON} -m sgl_spec\.bench serving .*", Kind.CLIENT),
     (rf"{PYTHON} -m sgl_spec\.bench .*", Kind.SLOW),
     (rf"{PYTHON} -m sgl_spec\.training .*", Kind.TRAINING),

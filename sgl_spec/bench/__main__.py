@@ -16,7 +16,6 @@ COMMANDS = {
     "offline": "tokens per second of the engine by task, beside transformers",
     "serving": "load client: tokens per second, first token, inter-token latencies of a server",
     "round": "a round beside its floor, and what takes its time",
-    "widen": "a checkpoint that computes the same text at the cost of a bigger model",
 }
 
 

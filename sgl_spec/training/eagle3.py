@@ -172,6 +172,8 @@ class Eagle3Draft:
                 "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in self.layers],
                 "use_aux_hidden_state": True,
             },
+            # vLLM reads the layers from here alone, as those whose inputs are read.
+            "eagle_aux_hidden_state_layer_ids": list(self.layers),
             "head_dim": shape.head_dim,
             "hidden_size": shape.hidden,
             "intermediate_size": shape.intermediate,

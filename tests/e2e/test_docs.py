@@ -19,7 +19,7 @@ VENV_BIN = Path(sys.executable).parent
 RUN_TIMEOUT_S = 300
 SLOW_TIMEOUT_S = 3600
 # Commands with one of these talk to no server.
-ALONE = ("bench", "--help", "quick.py", "offline.py", "choices.py")
+ALONE = ("bench", "--help", "widen.py", "quick.py", "offline.py", "choices.py")
 
 
 class Reader:

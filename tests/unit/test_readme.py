@@ -14,9 +14,10 @@ import pytest
 import torch
 from docs_commands import FENCES, ROOT, Command, Fence, Kind, commands, documents, fences
 from docs_commands import split_commands as split
+from example import load_example
 
 from sgl_spec.args import ServerArgs
-from sgl_spec.bench import serving, widen
+from sgl_spec.bench import serving
 from sgl_spec.messages import EngineState
 from sgl_spec.server.metrics import Metrics
 
@@ -70,12 +71,12 @@ def test_links_lead_to_headings(path: Path) -> None:
 
 def test_flags_of_commands_for_a_gpu_exist() -> None:
     """Each is parsed by its own parser, the server's behind --launch too."""
-    parsers = {"widen": widen._parser(), "serving": serving._parser()}
+    parsers = {"examples/widen.py": load_example("widen").parser(), "serving": serving._parser()}
     found = [one for path in documents() for one in commands(path) if one.kind is Kind.GPU]
     assert found
     for command in found:
         words = shlex.split(command.text.replace("\\\n", ""))
-        name, *flags = words[words.index("sgl_spec.bench") + 1 :]
+        name, *flags = words[words.index("sgl_spec.bench") + 1 if "-m" in words else 1 :]
         options = parsers[name].parse_args(flags)
         if name == "serving":
             assert not ServerArgs.from_cli(options.launch).without_effect
@@ -154,7 +155,7 @@ def test_kinds() -> None:
         ".venv/bin/python -m sgl_spec.bench ngram": Kind.SLOW,
         "curl -s x \\\n  -d '{}'": Kind.CLIENT,
         "make test": Kind.CI,
-        ".venv/bin/python -m sgl_spec.bench widen --shape llama-8b out": Kind.GPU,
+        ".venv/bin/python examples/widen.py --shape llama-8b out": Kind.GPU,
     }
     assert {text: Command(fence, text).kind for text in kinds} == kinds
 

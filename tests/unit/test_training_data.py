@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from docs_commands import ROOT
+from example import load_example
 
 from sgl_spec.errors import ConfigError
 from sgl_spec.server.tokenizer import ServerTokenizer
@@ -25,12 +24,7 @@ BENCHMARKS = sorted((ROOT / "sgl_spec" / "bench" / "data").glob("*.jsonl"))
 @pytest.fixture(scope="module")
 def make_prompts() -> ModuleType:
     """The example that writes prompts."""
-    spec = importlib.util.spec_from_file_location("make_prompts", ROOT / "examples/make_prompts.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["make_prompts"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("make_prompts")
 
 
 @pytest.fixture(scope="module")

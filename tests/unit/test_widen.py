@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from example import load_example
 from heads import DraftRun, capture, edit, edit_config, make_eagle, make_eagle3, noise
 from model_runs import Piece, Run
 from safetensors import safe_open
 from tiny import make_tiny
 
-from sgl_spec.bench import widen, widen_plan
-from sgl_spec.bench.__main__ import main
-from sgl_spec.bench.widen_parts import SIZES, Size, parse_size
 from sgl_spec.errors import ConfigError
 from sgl_spec.llm import LLM
 from sgl_spec.models.decoder import Decoder
@@ -24,6 +22,7 @@ from sgl_spec.models.draft import DraftModel
 from sgl_spec.models.draft_loader import load_draft
 from sgl_spec.models.loader import load_model
 
+widen = load_example("widen")
 NEAR = {"atol": 1e-4, "rtol": 0.0}
 # From hidden 64, 2 (or 4) layers, 4 heads, 2 KV heads of 16, inner 128: groups of 3 for 2, heads
 # twice as wide, and a hidden size that is no multiple of the old one.
@@ -37,8 +36,8 @@ def ids(seed: int = 3, length: int = LENGTH) -> list[int]:
 
 
 def widened(source: Path, out: Path, *more: str, shape: str = WIDE) -> Path:
-    argv = ["widen", "--model-path", str(source), "--shape", shape, "--dtype", "float32", *more]
-    assert main([*argv, str(out)]) == 0
+    argv = ["--model-path", str(source), "--shape", shape, "--dtype", "float32", *more]
+    assert widen.main([*argv, str(out)]) == 0
     return out
 
 
@@ -131,7 +130,7 @@ def test_what_changes_nothing_is_random(wide: Path) -> None:
 def test_bytes_repeat_and_shards_are_bounded(
     narrow: Path, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(widen_plan, "SHARD_BYTES", 300_000)
+    monkeypatch.setattr(widen, "SHARD_BYTES", 300_000)
     again = widened(narrow, tmp_path / "again")
     files = sorted(again.glob("*.safetensors"))
     assert len(files) > 4
@@ -254,12 +253,12 @@ def test_random_head(narrow: Path, wide: Path, tmp_path: Path) -> None:
 
 
 def test_shapes_by_name_and_by_number() -> None:
-    assert parse_size("LLAMA-8B") == Size(4096, 32, 32, 8, 128, 14336)
-    for size in SIZES.values():
-        assert parse_size(str(size)) == size
+    assert widen.parse_size("LLAMA-8B") == widen.Size(4096, 32, 32, 8, 128, 14336)
+    for size in widen.SIZES.values():
+        assert widen.parse_size(str(size)) == size
     for wrong in ("llama-9b", "4096x32", "4096x32x32x8x128x0", "axbxcxdxexf"):
         with pytest.raises(ConfigError, match="--shape must be one of smollm2-360m"):
-            parse_size(wrong)
+            widen.parse_size(wrong)
 
 
 @pytest.mark.parametrize(
@@ -278,10 +277,10 @@ def test_shapes_by_name_and_by_number() -> None:
 def test_shapes_that_do_not_fit(
     narrow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, said: str
 ) -> None:
-    size = replace(parse_size(WIDE), **change)
+    size = replace(widen.parse_size(WIDE), **change)
     out = tmp_path / "out"
-    argv = ["widen", "--model-path", str(narrow), "--shape", str(size), str(out)]
-    assert main(argv) == 2
+    argv = ["--model-path", str(narrow), "--shape", str(size), str(out)]
+    assert widen.main(argv) == 2
     assert said in capsys.readouterr().err
     assert not list(out.glob("*"))
 
@@ -299,7 +298,7 @@ def test_refusals(narrow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     flags = ["--model-path", str(narrow), "--random-head", "513"]
     cases.append((flags, tmp_path / "c", "must be from 1 to the vocabulary of 512, got 513"))
     for flags, out, said in cases:
-        assert main(["widen", *flags, "--shape", WIDE, str(out)]) == 2
+        assert widen.main([*flags, "--shape", WIDE, str(out)]) == 2
         assert said in capsys.readouterr().err
 
 
