@@ -8,7 +8,7 @@ from pathlib import Path
 # is one.
 sys.path.append(str(Path(__file__).resolve().parent / "kernels"))
 
-from sgl_spec.server.launch import main
+from sgl_spec.__main__ import main
 
 if __name__ == "__main__":
-    main()
+    main(["serve", *sys.argv[1:]])

@@ -613,8 +613,8 @@ _PAGE_HEAD = """\
 # Flags
 
 Every option of the server, with its default and what it takes; then SGLang's other flags, and what
-becomes of them here. On a command line they follow `launch_server.py` or `sgl-spec`; from Python
-they are keywords of `sgl_spec.LLM` ([From Python](python.md)), with `_` for `-`:
+becomes of them here. On a command line they follow `launch_server.py` or `sgl-spec serve`; from
+Python they are keywords of `sgl_spec.LLM` ([From Python](python.md)), with `_` for `-`:
 `--page-size 16` is `page_size=16`, a switch is `True`.
 
 <!-- Made by `python -m sgl_spec.args > docs/flags.md`; `tests/unit/test_args.py` compares. -->

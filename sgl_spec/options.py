@@ -272,7 +272,8 @@ class FlagParser(argparse.ArgumentParser):
                 shown = {} if opt.kind is bool else {"metavar": "INT"}
             how = takes(switch=opt.kind is bool, several=opt.kind is tuple) | shown
             action = groups[opt.group].add_argument(*opt.flags, dest=opt.name, help=text, **how)
-            action.completer = lambda choices=opt.choices, **_: choices  # for argcomplete
+            if opt.choices:
+                action.completer = lambda choices=opt.choices, **_: choices  # argcomplete's hook
 
 
 def takes(*, switch: bool, several: bool) -> dict[str, Any]:

@@ -7,6 +7,8 @@ a later check may count on the earlier ones.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgl_spec.errors import ConfigError
@@ -46,9 +48,26 @@ _GPU_OPTIONS = ("disable_overlap_schedule", "disable_cuda_graph", *_GRAPH_SIZES)
 
 
 def check(args: ServerArgs) -> None:
-    """Raise `ConfigError` with the first sentence of `contradictions`."""
-    for sentence in contradictions(args):
+    """Raise `ConfigError` with the first sentence of `contradictions` and `lost_paths`."""
+    for sentence in chain(contradictions(args), lost_paths(args)):
         raise ConfigError(sentence)
+
+
+def lost_paths(args: ServerArgs) -> Iterator[str]:
+    """Directories that are not there, as far as they cannot be meant as hub ids: told at once, and
+    not when torch has been loaded."""
+    for name in ("model_path", "tokenizer_path", "speculative_draft_model_path"):
+        text = getattr(args, name) or ""
+        path = Path(text).expanduser()
+        if path.is_file():
+            yield f"{flag_of(name)} {text} is a file; it must be a directory."
+        if is_local(text) and not path.exists():
+            yield f"{flag_of(name)} {text}: no such directory."
+
+
+def is_local(path: str) -> bool:
+    """Whether this can only be a path on this machine: a hub id is NAME or OWNER/NAME."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
 def contradictions(args: ServerArgs) -> Iterator[str]:

@@ -21,7 +21,6 @@ from sgl_spec.errors import ConfigError
 from sgl_spec.options import convert, declared
 
 HOST = "127.0.0.1"
-_ENTRY = "from sgl_spec.server.launch import main; main()"
 _POLL_S = 0.02
 _STOP_S = 45.0  # the server gives running requests 30
 _LAST_WORDS = 3000
@@ -97,7 +96,7 @@ def _cache_entries() -> int | None:
 
 def _command(flags: Sequence[str]) -> tuple[list[str], int]:
     given = [i for i, flag in enumerate(flags) if flag == "--port" or flag.startswith("--port=")]
-    command = [sys.executable, "-c", _ENTRY, *flags]
+    command = [sys.executable, "-m", "sgl_spec", "serve", *flags]
     if given:
         last = flags[given[-1]]
         text = last.partition("=")[2] if "=" in last else " ".join(flags[given[-1] + 1 :][:1])

@@ -1,4 +1,4 @@
-"""The command: parse, claim the port, serve, exit."""
+"""`sgl-spec serve`: parse, claim the port, serve."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import socket
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 import uvloop
 
@@ -20,16 +19,12 @@ from sgl_spec.server.tokenizer import require_template
 BACKLOG = 2048
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the server with the arguments of the command line; exits with its code.
-
-    0 after an orderly end, 1 when the engine failed, 2 for a configuration that cannot work.
-    """
-    sys.exit(run(sys.argv[1:] if argv is None else argv))
-
-
 def run(argv: Sequence[str], entry: str = ENGINE_ENTRY) -> int:
-    """Serve until the end; the exit code. entry: another engine's entry point, for tests."""
+    """Run the server with the arguments of the command line until its end; the exit code.
+
+    0 after an orderly end, 1 when the engine failed, 2 for a configuration that cannot work. entry:
+    another engine's entry point, for tests.
+    """
     try:
         asked = ServerArgs.from_cli(argv)
         configure_logging(asked.log_level, "api")

@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Names that the package offers; each is loaded when it is first used.
     "sgl_spec": {"llm", "request", "speculative"},
 }
-OUTSIDE = {"bench", "training", "launch"}  # may import any room; none imports them
+OUTSIDE = {"bench", "training", "launch", "__main__"}  # may import any room; none imports them
 
 # Each line keeps a promise: pickle runs code from the wire, multiprocessing pickles by itself.
 FORBIDDEN = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "multiprocessing"}
@@ -155,7 +155,7 @@ def test_rooms(module: str) -> None:
         ("sgl_spec.messages", "import pickle"),
         ("sgl_spec.request", "from sgl_spec.args import ServerArgs"),
         ("sgl_spec.errors", "import msgspec"),
-        ("sgl_spec.llm", "from sgl_spec.server.launch import main"),
+        ("sgl_spec.llm", "from sgl_spec.server.launch import run"),
         ("sgl_spec_kernels.kv_move", "from sgl_spec.errors import ConfigError"),
         ("sgl_spec_kernels.kv_move", "import msgspec"),
     ],

@@ -1,0 +1,85 @@
+# PYTHON_ARGCOMPLETE_OK
+"""The command `sgl-spec`, also as `python -m sgl_spec`: serve, bench, train.
+
+What a command needs is imported when it is asked for, so that help and completion are quick and
+Ctrl-C while torch loads is an end like any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from sgl_spec import __version__
+from sgl_spec.options import near
+
+COMMANDS = {
+    "serve": ("sgl_spec.server.launch:run", "serve a model; flags alone mean this too"),
+    "bench": ("sgl_spec.bench.__main__:main", "measure speed and acceptance"),
+    "train": ("sgl_spec.training.__main__:main", "make training data, train and judge drafts"),
+}
+STOPPED = 130  # as a shell counts an end by Ctrl-C
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and exit with its code."""
+    if "_ARGCOMPLETE" in os.environ:
+        complete()
+    try:
+        sys.exit(run(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would end the end
+        sys.exit(STOPPED)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a command; the exit code."""
+    word = argv[0] if argv else ""
+    if word == "--version":
+        sys.stdout.write(f"sgl-spec {__version__}\n")
+        return 0
+    if word in ("-h", "--help"):
+        sys.stdout.write(_usage())
+        return 0
+    name, rest = ("serve", argv) if word.startswith("-") else (word, argv[1:])
+    if name not in COMMANDS:
+        unknown = f"{name!r} is no command{near(name, COMMANDS)}.\n" if name else ""
+        sys.stderr.write(unknown + _usage())
+        return 2
+    if name == "train":  # which says after a SIGTERM too what is kept
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    module, _, function = COMMANDS[name][0].partition(":")
+    code: int = getattr(importlib.import_module(module), function)(rest)
+    return code
+
+
+def complete() -> None:
+    """Answer the shell that asks what may follow, and leave."""
+    import argcomplete
+
+    from sgl_spec.args import ServerArgs
+    from sgl_spec.bench.__main__ import COMMANDS as BENCHES
+    from sgl_spec.training.__main__ import COMMANDS as TRAININGS
+
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+    commands.add_parser("serve", parents=[ServerArgs.parser()], add_help=False)
+    commands.add_parser("bench").add_argument("benchmark", choices=BENCHES)
+    commands.add_parser("train").add_argument("step", choices=TRAININGS)
+    argcomplete.autocomplete(parser)
+
+
+def _usage() -> str:
+    lines = [f"  {name:8}{about}" for name, (_, about) in COMMANDS.items()]
+    end = "Each has its --help. For completion in bash or zsh:"
+    hint = '  eval "$(register-python-argcomplete sgl-spec)"'
+    return "\n".join(["usage: sgl-spec COMMAND ...", *lines, end, hint, ""])
+
+
+if __name__ == "__main__":
+    main()
