@@ -161,6 +161,17 @@ class ServerArgs:
         other_names="chatml llama-2 llama-3-instruct qwen qwen2 mistral",
         unset="the model's",
     )
+    tool_call_parser: str | None = _server(
+        None,
+        "How the model writes calls of tools.",
+        choices=("hermes", "qwen", "qwen25", "llama3", "mistral"),
+        unset="what the chat template shows",
+    )
+    reasoning_parser: str | None = _server(
+        None,
+        "Take `<think>...</think>` out of chat answers, into reasoning_content.",
+        choices=("deepseek-r1", "qwen3"),
+    )
     sampling_defaults: str = _server(
         "model",
         "Absent sampling parameters come from generation_config.json, or are OpenAI's.",

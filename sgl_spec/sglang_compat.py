@@ -208,7 +208,7 @@ REFUSED = {
     "tokenizer.json is always used": "tokenizer-mode=auto tokenizer-backend=huggingface",
     "let the proxy cut the prefix off": "fastapi-root-path=",
     "the reply's text is returned whole; parse it in the client": """
-        enable-strict-thinking! strip-thinking-cache! tool-call-parser reasoning-parser
+        enable-strict-thinking! strip-thinking-cache!
         tool-server
     """,
     "send the whole prompt as text": "completion-template",

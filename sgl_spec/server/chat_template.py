@@ -9,11 +9,13 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from sgl_spec.errors import ConfigError, InvalidRequestError, preview
+from sgl_spec.server.tools import with_tools_told
 
 # Marks the end of the message to continue. The space shows whether the template trims content.
 _CONTINUE = "<continue-from-here> "
@@ -79,7 +81,8 @@ class ChatTemplate:
     """A compiled template and the special tokens that it may name.
 
     variants: sources by name; "tool_use" serves requests with tools when there is one, "default"
-    the others. special_tokens: "bos_token" and so on, to their text.
+    the others. special_tokens: "bos_token" and so on, to their text. shows_tools: whether the
+    template tells the model of tools; where it does not, they are told as Hermes and Qwen do.
     """
 
     def __init__(self, variants: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
@@ -89,10 +92,15 @@ class ChatTemplate:
                 "choose one with --chat-template."
             )
         environment = _environment()
+        self.sources = dict(variants)
         self._special_tokens = dict(special_tokens)
         self._variants = {
             name: _compile(environment, name, source) for name, source in variants.items()
         }
+        self.shows_tools = any(
+            "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
+            for source in variants.values()
+        )
 
     def render(
         self,
@@ -118,6 +126,8 @@ class ChatTemplate:
         chat = [_plain_message(index, message) for index, message in enumerate(messages)]
         if not chat:
             raise InvalidRequestError("messages must hold at least one message.", param="messages")
+        if not self.shows_tools:
+            chat, tools = with_tools_told(chat, tools or []), None
         if continue_final_message:
             chat[-1] = _to_continue(chat[-1])
         text = self._render(chat, add_generation_prompt, tools, variables or {})

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from sgl_spec.errors import InvalidRequestError, NotFoundError, preview
 from sgl_spec.request import LogprobParams
+from sgl_spec.server.answers import (
+    PLAIN,
+    REQUIRED,
+    THINK,
+    Answer,
+    CallReader,
+    NamedCall,
+    Talk,
+    Thinking,
+)
 from sgl_spec.server.requests import Asked
-from sgl_spec.server.sampling import SamplingDefaults, openai_sampling
-from sgl_spec.server.schema import Chat, Completions, Message, OpenAI
+from sgl_spec.server.sampling import SamplingDefaults, openai_sampling, with_schema
+from sgl_spec.server.schema import (
+    Chat,
+    Completions,
+    Message,
+    OpenAI,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from sgl_spec.server.tools import check_tools, required_calls
 
 # Parameters of the tokenizer's own method; the template must not be given them a second time.
 RESERVED_KWARGS = (
@@ -27,7 +48,8 @@ class OpenAICall(msgspec.Struct, frozen=True, kw_only=True):
 
     echo: prompts to repeat in front of each completion's text; None without echo. meta_info,
     spec_details: what finished choices tell besides, see `OpenAIReplies`. logprobs: whether choices
-    tell the log-probabilities of their tokens.
+    tell the log-probabilities of their tokens. reader: makes what reads a chat's answer, None for
+    answers that are content alone.
     """
 
     asked: list[Asked]
@@ -39,6 +61,7 @@ class OpenAICall(msgspec.Struct, frozen=True, kw_only=True):
     meta_info: bool = False
     spec_details: bool = False
     logprobs: bool = False
+    reader: Callable[[], Answer] | None = None
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,13 +69,14 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
     template_kwargs: variables of the template. continue_final: the last message is the beginning
     of the answer. generation_prompt: end with the header of the assistant's turn; None means unless
-    the last message is continued.
+    the last message is continued. tools: as the template shows them.
     """
 
     messages: list[dict[str, Any]]
     template_kwargs: dict[str, Any]
     continue_final: bool
     generation_prompt: bool | None
+    tools: list[dict[str, Any]]
 
 
 def check_model(name: str | None, served: tuple[str, ...]) -> None:
@@ -110,9 +134,20 @@ def read_chat(
     defaults: SamplingDefaults,
     served: tuple[str, ...],
     render: Callable[[ChatPrompt], str],
+    talk: Talk = PLAIN,
 ) -> OpenAICall:
     """Check a /v1/chat/completions body. render: chat to prompt text."""
-    fields = Chat.read(body)
+    return chat_call(Chat.read(body), defaults, served, render, talk)
+
+
+def chat_call(
+    fields: Chat,
+    defaults: SamplingDefaults,
+    served: tuple[str, ...],
+    render: Callable[[ChatPrompt], str],
+    talk: Talk,
+) -> OpenAICall:
+    """What a chat asks for."""
     check_model(fields.model, served)
     if fields.top_logprobs and not fields.logprobs:
         raise InvalidRequestError(
@@ -120,6 +155,7 @@ def read_chat(
             f"{fields.top_logprobs}.",
             param="top_logprobs",
         )
+    check_tools(fields)
     text = render(_chat_prompt(fields))
     budget, name = fields.max_tokens, "max_tokens"
     if fields.max_completion_tokens is not None:
@@ -129,15 +165,56 @@ def read_chat(
         add_special_tokens=False,
         where="messages",
         n=fields.n,
-        sampling=openai_sampling(fields, defaults, budget),
+        sampling=_chat_sampling(fields, defaults, budget, talk),
         names=NAMES | {"max_new_tokens": name, "top_logprobs_num": "top_logprobs"},
         logprobs=LogprobParams(top_logprobs_num=fields.top_logprobs) if fields.logprobs else None,
     )
-    return _call(fields, fields.rid, [asked], None)
+    begun = text.rstrip().endswith(THINK)
+    reader = partial(_answer, fields, talk, begun=begun)
+    return _call(fields, fields.rid, [asked], None, reader)
+
+
+def _chat_sampling(
+    fields: Chat, defaults: SamplingDefaults, budget: int | None, talk: Talk
+) -> dict[str, Any]:
+    sampling = openai_sampling(fields, defaults, budget)
+    if calls := required_calls(fields):
+        return with_schema(sampling, calls, "tools")
+    if not _may_call(fields):
+        return sampling
+    if talk.form is None:
+        raise InvalidRequestError(
+            'tool_choice must be "required", "none" or name a function: how this model writes '
+            "calls is not known, and the server was started without --tool-call-parser.",
+            param="tool_choice",
+        )
+    return sampling | ({"skip_special_tokens": False} if talk.form.special else {})
+
+
+def _may_call(fields: Chat) -> bool:
+    return bool(fields.tools) and fields.tool_choice != "none"
+
+
+def _answer(fields: Chat, talk: Talk, *, begun: bool) -> Answer:
+    """What reads one answer to `fields`."""
+    calls: CallReader | None = None
+    if isinstance(fields.tool_choice, ToolChoice):
+        calls = NamedCall(fields.tool_choice.function.name)
+    elif _may_call(fields):
+        form = REQUIRED if fields.tool_choice == "required" else talk.form
+        assert form is not None
+        names = {tool.function.name for tool in fields.tools}
+        calls = CallReader(form, names, None if fields.parallel_tool_calls else 1)
+    thinking = talk.thinking and fields.separate_reasoning
+    return Answer(calls, Thinking(begun=begun) if thinking else None)
 
 
 def _call(
-    fields: OpenAI, rid: str | list[str] | None, asked: list[Asked], echo: list[str] | None
+    fields: OpenAI,
+    rid: str | list[str] | None,
+    asked: list[Asked],
+    echo: list[str] | None,
+    reader: Callable[[], Answer] | None = None,
 ) -> OpenAICall:
     return OpenAICall(
         asked=asked,
@@ -149,6 +226,7 @@ def _call(
         meta_info=fields.return_meta_info,
         spec_details=fields.return_spec_tokens_details,
         logprobs=asked[0].logprobs is not None,
+        reader=reader,
     )
 
 
@@ -172,12 +250,30 @@ def _chat_prompt(fields: Chat) -> ChatPrompt:
         template_kwargs=fields.chat_template_kwargs,
         continue_final=continues,
         generation_prompt=fields.add_generation_prompt,
+        tools=[_tool(tool) for tool in fields.tools] if _may_call(fields) else [],
     )
 
 
+def _tool(tool: Tool) -> dict[str, Any]:
+    return tool.model_dump(include={"type", "function"}, exclude_none=True)
+
+
 def _message(message: Message) -> dict[str, Any]:
-    """As templates know it: no "developer", which OpenAI's models read as they read "system"."""
-    kept = {"role", "content", "name", "reasoning_content"}
+    """As templates know it: no "developer", which OpenAI's models read as they read "system", and
+    content that is text."""
+    kept = {"role", "content", "name", "reasoning_content", "tool_call_id"}
     plain = message.model_dump(include=kept, exclude_none=True)
-    role = "system" if message.role == "developer" else message.role
-    return plain | {"role": role}
+    plain["role"] = "system" if message.role == "developer" else message.role
+    plain.setdefault("content", "")
+    if message.tool_calls:
+        plain["tool_calls"] = [_called(call) for call in message.tool_calls]
+    return plain
+
+
+def _called(call: ToolCall) -> dict[str, Any]:
+    """A call as templates know it: its arguments are an object, not the text of one."""
+    function = {
+        "name": call.function.name,
+        "arguments": json.loads(call.function.arguments or "{}"),
+    }
+    return {"id": call.id, "type": "function", "function": function}

@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from sgl_spec.request import Logprobs
+from sgl_spec.server.answers import merged
 from sgl_spec.server.logprobs import CompletionLogprobs, chat_logprobs
 from sgl_spec.server.openai_protocol import OpenAICall
 from sgl_spec.server.output import Output, simulation_mark
@@ -61,7 +62,7 @@ class OpenAIReplies(abc.ABC):
                 "index": index,
                 **self.content(output, index),
                 "logprobs": self._logprobs(output, index, output.ids),
-                **self._ending(output),
+                **self._ending(output, index),
             }
             for index, output in enumerate(outputs)
         ]
@@ -73,11 +74,14 @@ class OpenAIReplies(abc.ABC):
         parts = [] if index in self._begun else self.opening(output, index)
         self._begun.add(index)
         # Tokens whose text is held back, or is none, still have their log-probabilities.
-        if new or (ids and output.request.logprobs is not None):
-            parts.append(self.delta(new) | {"logprobs": self._logprobs(output, index, ids)})
+        deltas = self.deltas(output, index, new)
+        if ids and output.request.logprobs is not None:
+            deltas = deltas or self.empty()
+            deltas[0]["logprobs"] = self._logprobs(output, index, ids)
+        parts += deltas
         choices = [{"index": index, "logprobs": None, **part, **_OPEN} for part in parts]
         if output.finish is not None:
-            ending = {**self.closing(), "logprobs": None, **self._ending(output)}
+            ending = {**self.empty()[0], "logprobs": None, **self._ending(output, index)}
             choices.append({"index": index, **ending})
         counted = [output] if self._call.continuous_usage else None
         events = [self._event([choice], counted) for choice in choices]
@@ -98,12 +102,16 @@ class OpenAIReplies(abc.ABC):
         """What a streamed choice starts with."""
 
     @abc.abstractmethod
-    def delta(self, text: str) -> dict[str, Any]:
-        """New text of a streamed choice."""
+    def deltas(self, output: Output, index: int, new: str) -> list[dict[str, Any]]:
+        """What new text adds to a streamed choice."""
 
     @abc.abstractmethod
-    def closing(self) -> dict[str, Any]:
-        """What stands beside the finish reason of a streamed choice."""
+    def empty(self) -> list[dict[str, Any]]:
+        """A delta without text."""
+
+    def finish_reason(self, kind: str, index: int) -> str:
+        """The word for how a choice ended. kind: that of `FinishReason`."""
+        return kind
 
     @abc.abstractmethod
     def logprobs(self, output: Output, index: int, ids: list[int], new: Logprobs) -> dict[str, Any]:
@@ -151,10 +159,10 @@ class OpenAIReplies(abc.ABC):
             "prompt_tokens_details": {"cached_tokens": cached} if self._cache_report else None,
         }
 
-    def _ending(self, output: Output) -> dict[str, Any]:
+    def _ending(self, output: Output, index: int) -> dict[str, Any]:
         assert output.finish is not None
         ending: dict[str, Any] = {
-            "finish_reason": output.finish.kind,
+            "finish_reason": self.finish_reason(output.finish.kind, index),
             "matched_stop": output.finish.matched,
             "seed": output.request.sampling.seed,
         }
@@ -198,13 +206,13 @@ class CompletionReplies(OpenAIReplies):
         logprobs = self._readers[index].prompt(output.prompt_logprobs) if asked else None
         return [{"text": echo, "logprobs": logprobs}]
 
-    def delta(self, text: str) -> dict[str, Any]:
+    def deltas(self, output: Output, index: int, new: str) -> list[dict[str, Any]]:
         """New text."""
-        return {"text": text}
+        return [{"text": new}] if new else []
 
-    def closing(self) -> dict[str, Any]:
+    def empty(self) -> list[dict[str, Any]]:
         """No text."""
-        return {"text": ""}
+        return [{"text": ""}]
 
     def logprobs(self, output: Output, index: int, ids: list[int], new: Logprobs) -> dict[str, Any]:
         """Parallel lists; in a whole reply with the echoed prompt's in front."""
@@ -225,22 +233,31 @@ class ChatReplies(OpenAIReplies):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def __init__(self, call: OpenAICall, made: Made, *args: Any, **options: Any) -> None:
+        super().__init__(call, made, *args, **options)
+        assert call.reader is not None
+        self._answers = [call.reader() for _ in made.requests]
+
     def content(self, output: Output, index: int) -> dict[str, Any]:
         """The whole message."""
-        message = {"role": "assistant", "content": output.text, "tool_calls": None}
-        return {"message": message}
+        return {"message": merged(self._answers[index].push(output.text, last=True))}
 
     def opening(self, output: Output, index: int) -> list[dict[str, Any]]:
         """The role."""
         return [{"delta": {"role": "assistant", "content": ""}}]
 
-    def delta(self, text: str) -> dict[str, Any]:
-        """New text."""
-        return {"delta": {"content": text}}
+    def deltas(self, output: Output, index: int, new: str) -> list[dict[str, Any]]:
+        """Reasoning, content and calls, as new text completes them."""
+        last = output.finish is not None
+        return [{"delta": delta} for delta in self._answers[index].push(new, last=last)]
 
-    def closing(self) -> dict[str, Any]:
+    def empty(self) -> list[dict[str, Any]]:
         """Nothing."""
-        return {"delta": {}}
+        return [{"delta": {}}]
+
+    def finish_reason(self, kind: str, index: int) -> str:
+        """ "tool_calls" for an answer that calls."""
+        return "tool_calls" if kind == "stop" and self._answers[index].called else kind
 
     def logprobs(self, output: Output, index: int, ids: list[int], new: Logprobs) -> dict[str, Any]:
         """One entry per token."""

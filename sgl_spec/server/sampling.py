@@ -119,6 +119,15 @@ def _grammar(body: Settings, prefix: str, response_format: ResponseFormat | None
     return {kind: text, "grammar_field": name}
 
 
+def with_schema(sampling: dict[str, Any], schema: dict[str, Any], name: str) -> dict[str, Any]:
+    """`sampling` with an output that matches the schema, which the client calls `name`."""
+    if other := sampling.get("grammar_field"):
+        raise InvalidRequestError(
+            f"{other} and {name} cannot both be given: an output has one grammar.", param=name
+        )
+    return sampling | {"json_schema": schema_text(schema, name), "grammar_field": name}
+
+
 def _wanted_schema(asked: ResponseFormat) -> dict[str, Any] | None:
     if asked.json_schema is not None:
         return asked.json_schema.json_schema

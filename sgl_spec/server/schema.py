@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -412,22 +413,89 @@ class TextPart(Body):
     cache_control: dict[str, Any] | None = Field(None, description="a hint to other servers")
 
 
+class CalledFunction(Body):
+    """What was called, and with what."""
+
+    name: str
+    arguments: str = Field(description="a JSON object as text")
+
+    @model_validator(mode="after")
+    def _arguments_are_json(self) -> Self:
+        try:
+            is_object = isinstance(json.loads(self.arguments or "{}"), dict)
+        except ValueError:
+            is_object = False
+        if not is_object:
+            raise fault("arguments", "{field} must be the text of a JSON object, got {value}.")
+        return self
+
+
+class ToolCall(Body):
+    """A call in the history."""
+
+    id: str | None = Field(None, description="what the answer to it names")
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = Field(None, description="of a stream")
+
+
+class Function(Body):
+    """A function that may be called."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = Field(None, description="told to the model")
+    parameters: dict[str, Any] | None = Field(
+        None, description="a JSON schema; null for a function without"
+    )
+    strict: bool | None = Field(
+        None, description="where calls are required, arguments follow the schema in any case"
+    )
+
+
+class Tool(Body):
+    """What a chat offers."""
+
+    type: Literal["function"]
+    function: Function
+    cache_control: dict[str, Any] | None = Field(None, description="a hint to other servers")
+
+
+class FunctionName(Body):
+    """Which function."""
+
+    name: str
+
+
+class ToolChoice(Body):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class Message(Body):
     """One message of a chat."""
 
-    unsupported = {
-        "tool_calls": ([],),
-        "tool_call_id": (),
-        "function_call": (),
-        "audio": (),
-        "refusal": ("",),
-    }
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    unsupported = {"function_call": (), "audio": (), "refusal": ("",)}
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = Field(
+        None, description="may be null in an assistant's message that calls tools"
+    )
+    tool_calls: list[ToolCall] = Field([], description="the calls of an assistant's message")
+    tool_call_id: str | None = Field(None, description="which call a tool's message answers")
     name: str | None = Field(None, description="for templates that know it")
     reasoning_content: str | None = Field(None, description="for templates that know it")
     annotations: list[Any] | None = Field(None, description="of an earlier answer")
     cache_control: dict[str, Any] | None = Field(None, description="a hint to other servers")
+    provider_specific_fields: dict[str, Any] | None = Field(None, description="of litellm")
+
+    @model_validator(mode="after")
+    def _with_content(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise fault("tool_calls", f"{{field}} belongs to an assistant, not to a {self.role}.")
+        if self.content is None and not self.tool_calls:
+            raise fault("content", "{field} is required.")
+        return self
 
 
 class Chat(OpenAI):
@@ -435,14 +503,13 @@ class Chat(OpenAI):
 
     unsupported = {
         **_OPENAI_UNSUPPORTED,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "audio": (),
         "web_search_options": (),
         "reasoning_effort": ("none",),
         "verbosity": ("medium",),
+        "stream_reasoning": (True,),
     }
 
     messages: list[Message] = Field(description="the chat so far")
@@ -468,9 +535,17 @@ class Chat(OpenAI):
     top_logprobs: int = Field(
         0, ge=0, le=MAX_OPENAI_LOGPROBS, description=f"0 to {MAX_OPENAI_LOGPROBS}"
     )
-    parallel_tool_calls: bool | None = Field(None, description="there are no tools")
-    separate_reasoning: bool | None = Field(None, description="there is no reasoning parser")
-    stream_reasoning: bool | None = Field(None, description="there is no reasoning parser")
+    tools: list[Tool] = Field([], description="functions that the model may call")
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
+        None,
+        description='"none" hides the tools, "auto" (as null) lets the model choose, "required" '
+        "and a named function are kept by a grammar",
+    )
+    parallel_tool_calls: bool = Field(True, description="false: at most one call")
+    separate_reasoning: bool = Field(
+        True,
+        description="with `--reasoning-parser`: `reasoning_content` apart from `content`",
+    )
     prediction: dict[str, Any] | None = Field(
         None, description="a guess at the text; the server's own drafter makes them"
     )

@@ -13,6 +13,7 @@ from sgl_spec.args import ResolvedArgs
 from sgl_spec.errors import InvalidRequestError, UnavailableError
 from sgl_spec.messages import EngineState
 from sgl_spec.request import SamplingParams, TokenizedRequest
+from sgl_spec.server.answers import FORMS, Talk
 from sgl_spec.server.frontend import Frontend
 from sgl_spec.server.http import Replies, Run
 from sgl_spec.server.metrics import Metrics
@@ -67,6 +68,10 @@ class Service:
         self.names = tuple(dict.fromkeys(names))
         from_model = args.sampling_defaults == "model"
         self._defaults = SamplingDefaults(info.generation_defaults if from_model else {})
+        given = args.tool_call_parser
+        self._talk = Talk(
+            tokenizer.form if given is None else FORMS[given], args.reasoning_parser is not None
+        )
         self._maker = RequestMaker(
             info, tokenizer, truncate=args.allow_auto_truncate, seed=args.random_seed
         )
@@ -94,7 +99,7 @@ class Service:
 
     async def chat(self, body: object) -> tuple[Run, bool]:
         """/v1/chat/completions: the run, and whether to stream it."""
-        call = read_chat(body, self._defaults, self.names, self._render)
+        call = read_chat(body, self._defaults, self.names, self._render, self._talk)
         made = await self._maker.make(call.asked, call.rid, stream=call.stream)
         replies = ChatReplies(call, made, self.names[0], **self._reports)
         return self._run(made, replies), call.stream
@@ -129,6 +134,7 @@ class Service:
             chat.messages,
             add_generation_prompt=chat.generation_prompt,
             continue_final_message=chat.continue_final,
+            tools=chat.tools or None,
             **chat.template_kwargs,
         )
 

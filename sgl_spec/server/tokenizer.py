@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from sgl_spec.errors import ConfigError, InvalidRequestError
+from sgl_spec.server.answers import HERMES, Form, form_of
 from sgl_spec.server.chat_template import ChatTemplate
 from sgl_spec.text import load_tokenizer
 
@@ -50,6 +51,14 @@ class ServerTokenizer:
     def has_chat_template(self) -> bool:
         """Whether chats can be served."""
         return self._template is not None
+
+    @property
+    def form(self) -> Form | None:
+        """How the model writes calls of tools, as far as its chat template tells."""
+        if self._template is None:
+            return None
+        known = form_of("".join(self._template.sources.values()))
+        return known if self._template.shows_tools else HERMES
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a raw prompt, with the special tokens that the tokenizer adds to one."""

@@ -249,12 +249,8 @@ class TestErrors:
         assert caught.value.param == "top_p"
         body: Any = caught.value.body
         assert body["type"] == "BadRequestError"
-        with pytest.raises(openai.BadRequestError, match="tools is not supported"):
-            client.chat.completions.create(
-                model=MODEL,
-                messages=CHAT,
-                tools=[{"type": "function", "function": {"name": "f"}}],
-            )
+        with pytest.raises(openai.BadRequestError, match="functions is not supported"):
+            client.chat.completions.create(model=MODEL, messages=CHAT, functions=[{"name": "f"}])
 
     def test_other_classes(self, client: openai.OpenAI) -> None:
         with pytest.raises(openai.NotFoundError, match="does not exist here"):

@@ -35,6 +35,10 @@ LEAST: dict[type[Body], dict[str, Any]] = {
     schema.Chat: {"messages": [USER]},
     schema.Message: USER,
     schema.TextPart: {"type": "text", "text": "a"},
+    schema.ToolCall: {"function": {"name": "f", "arguments": "{}"}},
+    schema.Tool: {"type": "function", "function": {"name": "f"}},
+    schema.Function: {"name": "f"},
+    schema.ToolChoice: {"type": "function", "function": {"name": "f"}},
     schema.StreamOptions: {},
     schema.ResponseFormat: {"type": "text"},
     schema.NamedSchema: {"schema": {}},
@@ -96,7 +100,7 @@ def test_required_fields(model: type[Body]) -> None:
             LEAST[model] | {name: None},
             {k: LEAST[model][k] for k in LEAST[model] if k != name},
         ):
-            if field.is_required():
+            if field.is_required() or (model, name) == (schema.Message, "content"):
                 with pytest.raises(InvalidRequestError, match=f"^{name} is required") as caught:
                     model.read(body)
                 assert caught.value.param == name
