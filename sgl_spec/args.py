@@ -266,6 +266,11 @@ class ServerArgs:
         choices=("llguidance", "none"),
         other_names="xgrammar outlines",
     )
+    open_json_schemas: bool = _scheduler(
+        False,
+        "Objects of JSON schemas may hold keys that they do not declare, as JSON Schema says; else "
+        "only where they say so.",
+    )
     random_seed: int | None = _scheduler(
         None,
         "Seed of the seeds drawn for requests without one.",

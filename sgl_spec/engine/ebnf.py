@@ -11,11 +11,9 @@ over rules, and one with recursion becomes rules over lexemes of one character e
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
-
-from sgl_spec.engine.endless import Clause, derived
 
 MAX_NESTING = 100
 _ANY = "[\\x{0}-\\x{10ffff}]"
@@ -79,8 +77,6 @@ def to_lark(text: str) -> str:
         raise ValueError("there is no rule named root")
     order = _reachable(rules, text)
     regular = not _recursive(rules, order)
-    if not regular and "root" not in derived(_clauses(rules, order)):
-        raise ValueError("no finite text satisfies it: every way through root leads to it again")
     names = {name: f"{'R' if regular else 'r'}{i}" for i, name in enumerate(order)}
     lines = [f"start: {names['root']}"]
     lines += [f"{names[name]}: {_write(rules[name], names, regular)}" for name in order]
@@ -278,28 +274,6 @@ def _recursive(rules: dict[str, _Choice], order: list[str]) -> bool:
             if not needs[user]:
                 ready.append(user)
     return len(ready) < len(order)
-
-
-def _clauses(rules: dict[str, _Choice], order: list[str]) -> Iterator[Clause]:
-    """What each rule needs in order to end."""
-    for name in order:
-        yield from _needs(name, rules[name])
-
-
-def _needs(head: Hashable, node: _Choice) -> Iterator[Clause]:
-    for option in node.options:
-        body: list[Hashable] = []
-        for part in option:
-            while isinstance(part, _Repeat) and part.count not in ("*", "?"):
-                if part.count.startswith("{0,"):
-                    break
-                part = part.node
-            if isinstance(part, _Ref):
-                body.append(part.name)
-            elif isinstance(part, _Choice):
-                body.append(id(part))
-                yield from _needs(id(part), part)
-        yield head, body
 
 
 def _write(node: _Node, names: dict[str, str], regular: bool) -> str:

@@ -182,7 +182,8 @@ class Engine:
         if self.args.grammar_backend == "none":
             return refuse_all("is not supported: the server runs with --grammar-backend none")
         config = self.model.config
-        return make_compiler(self.tokenizer, config.vocab_size, config.eos_token_ids)
+        closed = not self.args.open_json_schemas
+        return make_compiler(self.tokenizer, config.vocab_size, config.eos_token_ids, closed=closed)
 
     def _limits(self, rows: int, reserve: int, check_every_step: bool) -> Limits:
         args = self.args

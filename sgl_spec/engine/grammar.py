@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from tokenizers import Tokenizer
 
 from sgl_spec.engine.ebnf import to_lark
-from sgl_spec.engine.endless import never_ends
+from sgl_spec.engine.json_schema import SchemaError, as_read
 from sgl_spec.request import Grammar
 from sgl_spec.speculative.grammar import Automaton, Words, bit
 
@@ -17,7 +17,6 @@ from sgl_spec.speculative.grammar import Automaton, Words, bit
 # bound a model that has lost its way can write blanks until its budget is gone.
 JSON_WHITESPACE = r"( |\n[ \t]{0,32})?"
 MAX_REASON_CHARS = 200
-ENDLESS = "no finite text satisfies it, since it requires itself"
 
 Compile = Callable[[Grammar], Automaton]
 
@@ -67,8 +66,11 @@ class LLAutomaton:
         return LLAutomaton(self._base, self._shown)
 
 
-def make_compiler(tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> Compile:
-    """What compiles grammars for a model's tokens. It may be called from any thread.
+def make_compiler(
+    tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int], *, closed: bool = True
+) -> Compile:
+    """What compiles grammars for a model's tokens. It may be called from any thread. closed: how
+    JSON schemas are read, see `json_schema.as_read`.
 
     A tokenizer that llguidance cannot read gives a compiler that refuses everything and says so.
     """
@@ -82,13 +84,11 @@ def make_compiler(tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int])
 
     def compile(grammar: Grammar) -> Automaton:
         limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(table, _source(grammar), log_level=0, limits=limits)
+        matcher = LLMatcher(table, _source(grammar, closed), log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(f"cannot be compiled: {_reason(matcher.get_error())}")
         automaton = LLAutomaton(matcher, shown)
         _require_text(automaton, np.empty_like(shown))
-        if grammar.kind == "json_schema" and never_ends(grammar.text):
-            raise GrammarError(f"cannot be compiled: {ENDLESS}")
         return automaton
 
     return compile
@@ -103,7 +103,7 @@ def refuse_all(reason: str) -> Compile:
     return compile
 
 
-def _source(grammar: Grammar) -> str:
+def _source(grammar: Grammar, closed: bool) -> str:
     """The grammar in llguidance's own form."""
     try:
         if grammar.kind == "regex":
@@ -112,9 +112,9 @@ def _source(grammar: Grammar) -> str:
         if grammar.kind == "ebnf":
             return LLMatcher.grammar_from_lark(to_lark(grammar.text))
         return LLMatcher.grammar_from_json_schema(
-            grammar.text, overrides={"whitespace_pattern": JSON_WHITESPACE}
+            as_read(grammar.text, closed=closed), overrides={"whitespace_pattern": JSON_WHITESPACE}
         )
-    except ValueError as error:
+    except (ValueError, SchemaError) as error:
         raise GrammarError(f"cannot be compiled: {_reason(str(error))}") from error
 
 

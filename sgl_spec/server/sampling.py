@@ -103,8 +103,8 @@ def _shared(body: Settings, prefix: str, response_format: ResponseFormat | None)
 
 def _grammar(body: Settings, prefix: str, response_format: ResponseFormat | None) -> dict[str, Any]:
     """The field that says what the output must match, if one does, and what the client calls it."""
-    asked = {f"{prefix}{kind}": getattr(body, kind) for kind in GRAMMAR_KINDS}
-    asked["response_format"] = response_format and _wanted_schema(response_format)
+    asked: dict[str, Any] = {"response_format": response_format and _wanted_schema(response_format)}
+    asked |= {f"{prefix}{kind}": getattr(body, kind) for kind in GRAMMAR_KINDS}
     given = [name for name, value in asked.items() if value is not None]
     if len(given) > 1:
         raise InvalidRequestError(

@@ -204,7 +204,7 @@ def ask(client: OpenAI, chat: bool, stream: bool, **options: Any) -> tuple[str, 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": "{"}, "json_schema cannot be compiled: EOF"),
     ({"json_schema": {"type": "strin"}}, "json_schema cannot be compiled: Invalid type: strin"),
-    ({"json_schema": {"uniqueItems": True}}, 'compiled: Unimplemented keys: ["uniqueItems"].'),
+    ({"json_schema": {"uniqueItems": True}}, "compiled: uniqueItems is not supported."),
     ({"json_schema": {"$ref": "#"}}, "json_schema cannot be compiled: it allows no text."),
     ({"regex": "("}, "regex cannot be compiled: unclosed group."),
     ({"regex": ""}, "regex must be 1 to "),

@@ -41,7 +41,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs cannot"),
     (
         {"response_format": {"type": "json_object"}, "regex": "a"},
-        "regex and response_format cannot both be given",
+        "response_format and regex cannot both be given",
     ),
 ]
 
