@@ -152,6 +152,23 @@ class ServerArgs:
     host: str = _server("127.0.0.1", "Address to listen on.")
     port: int = _server(30000, "Port to listen on.", check=between(1, 65535))
     api_key: str | None = _server(None, "Bearer token that requests must carry.", secret=True)
+    ssl_keyfile: str | None = _server(None, "Private key for HTTPS, a PEM file.")
+    ssl_certfile: str | None = _server(None, "Certificate (and chain) for HTTPS, a PEM file.")
+    ssl_keyfile_password: str | None = _server(None, "Password of the key.", secret=True)
+    timeout_keep_alive: int = _server(
+        60,
+        "Seconds that an idle connection stays open; more than clients keep theirs, or they meet a "
+        "closed one.",
+        check=at_least(1),
+    )
+    drain_timeout: int = _server(
+        30,
+        "Seconds that running requests have to end after Ctrl-C or SIGTERM; then they are aborted.",
+        check=at_least(0),
+    )
+    stop_timeout: int = _server(
+        5, "Seconds that the engine then has to end; after them it is killed.", check=at_least(1)
+    )
     served_model_name: str | None = _server(
         None, "Model name that the API shows.", unset="the model path"
     )
@@ -564,9 +581,8 @@ class ServerArgs:
         return {"speculative_num_draft_tokens": self.tree_nodes}
 
     def public(self) -> dict[str, Any]:
-        """All options by field name, without the API key."""
-        names = [name for name in declared(type(self)) if name != "api_key"]
-        return {name: getattr(self, name) for name in names}
+        """All options by field name, without secrets."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.repr}
 
     def drafter_options(self) -> dict[str, object]:
         """The `speculative_*` options without that prefix, for a drafter to pick its own from."""

@@ -242,8 +242,8 @@ REFUSED = {
         speculative-dspark-sps-table-path speculative-dspark-confidence-sts-path
         speculative-domino-candidate-pool-size spec-trace-dir
     """,
-    "HTTP/1.1 is served, unencrypted; put a proxy in front for anything else": """
-        ssl-keyfile ssl-certfile ssl-ca-certs ssl-keyfile-password
+    "HTTP/1.1 is served; put a proxy in front for anything else": """
+        ssl-ca-certs
         grpc-mode! smg-grpc-mode! enable-http2! enable-ssl-refresh! grpc-port sidecar
         http2-max-concurrent-streams
     """,

@@ -63,6 +63,10 @@ def lost_paths(args: ServerArgs) -> Iterator[str]:
             yield f"{flag_of(name)} {text} is a file; it must be a directory."
         if is_local(text) and not path.exists():
             yield f"{flag_of(name)} {text}: no such directory."
+    for name in ("ssl_keyfile", "ssl_certfile"):
+        text = getattr(args, name)
+        if text is not None and not Path(text).is_file():
+            yield f"{flag_of(name)} {text}: no such file."
 
 
 def is_local(path: str) -> bool:
@@ -276,6 +280,10 @@ def _rest(args: ServerArgs) -> Iterator[str]:
             f"--cuda-graph-bs must be at most --cuda-graph-max-bs ({most}), got {max(batches)}; "
             "leave one of them out."
         )
+    if (args.ssl_keyfile is None) != (args.ssl_certfile is None):
+        yield "--ssl-keyfile and --ssl-certfile need each other; give both or neither."
+    if args.ssl_keyfile_password is not None and args.ssl_keyfile is None:
+        yield "--ssl-keyfile-password needs --ssl-keyfile, the file that it opens."
     if args.schedule_policy == "lpm" and args.disable_radix_cache:
         yield (
             "--schedule-policy lpm orders requests by their cached prefix and needs the cache; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -68,6 +69,7 @@ def _tojson(
     )
 
 
+@functools.cache
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
@@ -91,14 +93,14 @@ class ChatTemplate:
                 f"The model has chat templates {sorted(variants)} but none is named 'default'; "
                 "choose one with --chat-template."
             )
-        environment = _environment()
         self.sources = dict(variants)
         self._special_tokens = dict(special_tokens)
         self._variants = {
-            name: _compile(environment, name, source) for name, source in variants.items()
+            name: compile_template(f"The {name} chat template", source)
+            for name, source in variants.items()
         }
         self.shows_tools = any(
-            "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
+            "tools" in jinja2.meta.find_undeclared_variables(_environment().parse(source))
             for source in variants.values()
         )
 
@@ -162,12 +164,13 @@ class ChatTemplate:
             ) from error
 
 
-def _compile(environment: ImmutableSandboxedEnvironment, name: str, source: str) -> jinja2.Template:
+def compile_template(origin: str, source: str) -> jinja2.Template:
+    """A template; `ConfigError` says which one is no Jinja."""
     try:
-        return environment.from_string(source)
+        return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            f"The {name} chat template is not valid Jinja (line {error.lineno}): {error.message}"
+            f"{origin} is not valid Jinja (line {error.lineno}): {error.message}"
         ) from error
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import sys
 from collections.abc import Sequence
 
 import uvloop
 
-from sgl_spec.args import ServerArgs
+from sgl_spec.args import ResolvedArgs, ServerArgs
 from sgl_spec.errors import ConfigError
 from sgl_spec.server.lifecycle import EXIT_CONFIG, Server
 from sgl_spec.server.logs import configure_logging
@@ -31,6 +32,8 @@ def run(argv: Sequence[str], entry: str = ENGINE_ENTRY) -> int:
         args = asked.resolve()
         if args.chat_template is not None:
             require_template(args.chat_template)  # now, not when the model has been loaded
+        if args.ssl_certfile is not None:
+            require_certificate(args)
         with (
             listen(args.host, args.port) as listener,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
@@ -39,6 +42,19 @@ def run(argv: Sequence[str], entry: str = ENGINE_ENTRY) -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error.message}\n")
         return EXIT_CONFIG
+
+
+def require_certificate(args: ResolvedArgs) -> None:
+    """`ConfigError` unless the files of --ssl-certfile and --ssl-keyfile are a pair."""
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        password = args.ssl_keyfile_password or ""  # without one it would be asked for here
+        context.load_cert_chain(str(args.ssl_certfile), args.ssl_keyfile, password)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--ssl-certfile {args.ssl_certfile} and --ssl-keyfile {args.ssl_keyfile} cannot be "
+            f"used: {error}."
+        ) from error
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -28,14 +28,9 @@ from sgl_spec.server.tokenizer import ServerTokenizer
 
 logger = logging.getLogger(__name__)
 
-# After a SIGTERM or SIGINT, running requests have this long to end before they are aborted.
-DRAIN_TIMEOUT_S = 30.0
 ABORT_TIMEOUT_S = 2.0
-ENGINE_EXIT_TIMEOUT_S = 5.0
 ENGINE_CONNECT_TIMEOUT_S = 10.0
 HTTP_CLOSE_TIMEOUT_S = 2
-# Longer than clients keep idle connections (5 s is usual), so that none is closed under a request.
-HTTP_KEEP_ALIVE_S = 60
 LAST_WORDS_S = 0.2
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
@@ -98,8 +93,11 @@ class Server:
             lifespan="off",
             log_config=None,
             server_header=False,
-            timeout_keep_alive=HTTP_KEEP_ALIVE_S,
+            timeout_keep_alive=self._args.timeout_keep_alive,
             timeout_graceful_shutdown=HTTP_CLOSE_TIMEOUT_S,
+            ssl_keyfile=self._args.ssl_keyfile,
+            ssl_certfile=self._args.ssl_certfile,
+            ssl_keyfile_password=self._args.ssl_keyfile_password,
         )
         return _HttpServer(config)
 
@@ -147,7 +145,8 @@ class Server:
         self._state.service, self._state.problem = service, None
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        sys.stdout.write(f"Ready: {self._args.served_model_name} at http://{shown}:{port}\n")
+        scheme = "http" if self._args.ssl_keyfile is None else "https"
+        sys.stdout.write(f"Ready: {self._args.served_model_name} at {scheme}://{shown}:{port}\n")
         sys.stdout.flush()
 
     async def _boot_failed(self, boot: asyncio.Task[None]) -> int:
@@ -181,32 +180,33 @@ class Server:
             logger.info("%s while loading: stopping the engine.", name)
             await self._engine.stop()
             return EXIT_OK
-        logger.info("%s: %s", name, _until(self._frontend.open_requests))
-        if not await self._drained(DRAIN_TIMEOUT_S):
+        logger.info("%s: %s", name, self._until())
+        if not await self._drained(self._args.drain_timeout):
             self._frontend.abort(None)
             await self._drained(ABORT_TIMEOUT_S)
         if self._engine.exited.done():
             return await self._engine_died()
         self._frontend.shut_engine_down(drain=False)
-        if await self._engine.wait(ENGINE_EXIT_TIMEOUT_S) is None:
+        if await self._engine.wait(self._args.stop_timeout) is None:
             logger.warning("The engine did not end by itself; stopping it.")
             await self._engine.stop()
         logger.info("Stopped.")
         return EXIT_OK
+
+    def _until(self) -> str:
+        """What an end waits for."""
+        requests = self._frontend.open_requests
+        if not requests:
+            return "no request is running, stopping."
+        some = "1 request" if requests == 1 else f"{requests} requests"
+        seconds = self._args.drain_timeout
+        return f"waiting up to {seconds} s for {some}; a second signal aborts."
 
     async def _drained(self, timeout_s: float) -> bool:
         """Whether all requests ended; False when the time is up or the engine is dead."""
         idle = asyncio.create_task(self._frontend.drained(timeout_s))
         await _first([idle, self._engine.exited])
         return idle.done() and idle.result()
-
-
-def _until(requests: int) -> str:
-    """What an end waits for."""
-    if not requests:
-        return "no request is running, stopping."
-    some = "1 request" if requests == 1 else f"{requests} requests"
-    return f"waiting up to {DRAIN_TIMEOUT_S:.0f} s for {some}; a second signal aborts."
 
 
 async def _first(futures: Sequence[asyncio.Future[Any]]) -> None:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from sgl_spec.errors import ConfigError, InvalidRequestError
 from sgl_spec.server.answers import HERMES, Form, form_of
-from sgl_spec.server.chat_template import ChatTemplate
+from sgl_spec.server.chat_template import ChatTemplate, compile_template
 from sgl_spec.text import load_tokenizer
 
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -119,7 +119,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 def require_template(value: str) -> None:
     """`ConfigError` unless this value of --chat-template is one, or a file that holds one."""
-    ChatTemplate({"default": _given_template(value)}, {})
+    compile_template("--chat-template", _given_template(value))
 
 
 def _given_template(value: str) -> str:

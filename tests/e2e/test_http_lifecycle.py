@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
@@ -173,8 +174,33 @@ def test_a_signal_while_loading(start: Start) -> None:
     server.stop()
 
 
+def test_running_requests_have_the_time_that_the_flag_says(start: Start) -> None:
+    server = start("--drain-timeout", "1")
+    started = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        stream = pool.submit(read_stream, server, started)
+        assert started.wait(5)
+        server.process.send_signal(signal.SIGTERM)
+        *_, last, done = stream.result(10)
+    assert json.loads(last.removeprefix("data: "))["meta_info"]["finish_reason"]["type"] == "abort"
+    assert done == "data: [DONE]"
+    server.expect_end(0)
+    assert "waiting up to 1 s for 1 request" in server.stderr.read_text()
+
+
+def test_an_idle_connection_is_closed_when_the_flag_says(start: Start) -> None:
+    server = start("--timeout-keep-alive", "1")
+    port = int(server.url.rpartition(":")[2])
+    with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=10)) as idle:
+        idle.request("GET", "/health")
+        idle.getresponse().read()
+        began = time.monotonic()
+        assert idle.sock.recv(1) == b""
+    assert 0.5 < time.monotonic() - began < 5
+
+
 def test_an_engine_deaf_to_shutdown_is_killed(start: Start) -> None:
-    server = start(deaf=True)
+    server = start("--stop-timeout", "1", deaf=True)
     server.stop()
     assert "did not end by itself" in server.stderr.read_text()
 

@@ -305,7 +305,7 @@ def test_the_api_process_needs_neither_torch_nor_transformers() -> None:
     ("given", "said"),
     [
         ("nosuch.jinja", "--chat-template must be a readable file or a Jinja template, got"),
-        ("{% for m in messages %}", "chat template is not valid Jinja (line 1)"),
+        ("{% for m in messages %}", "--chat-template is not valid Jinja (line 1)"),
     ],
 )
 def test_a_template_that_cannot_be_used_ends_the_start_before_anything_loads(
