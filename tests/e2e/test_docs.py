@@ -19,7 +19,16 @@ VENV_BIN = Path(sys.executable).parent
 RUN_TIMEOUT_S = 300
 SLOW_TIMEOUT_S = 3600
 # Commands with one of these talk to no server.
-ALONE = ("bench", "--help", "widen.py", "quick.py", "offline.py", "choices.py")
+ALONE = (
+    "bench",
+    "--help",
+    "widen.py",
+    "quick.py",
+    "offline.py",
+    "choices.py",
+    "sgl_spec.args",
+    "pytest",
+)
 
 
 class Reader:
@@ -50,7 +59,8 @@ class Reader:
         self.leave()
         port = free_port()
         # The set-up is what the tests run in: make must not repeat it.
-        flag = f"PORT={port} -o .venv/.installed" if text.startswith("make") else f"--port {port}"
+        done = "-o .venv/.server -o .venv/.installed"
+        flag = f"PORT={port} {done}" if text.startswith("make") else f"--port {port}"
         shell = f"exec {self.here(text, port)} {flag}"
         self._server = start_command(self._directory, ["bash", "-c", shell], port)
         self._server.wait_until_ready(READY_TIMEOUT_S)

