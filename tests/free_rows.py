@@ -8,9 +8,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fixed_costs import FLAT, FixedCosts
+from fixed_costs import FLAT, Eager, FixedCosts
 
 from sgl_spec.engine import engine
 
-engine.measure_costs = lambda *_, **__: FLAT  # type: ignore[assignment]
-engine.CostMeter = lambda _: FixedCosts(FLAT)  # type: ignore[assignment,misc]
+engine.forward_costs = lambda *_, **__: FLAT  # type: ignore[assignment]
+engine.Costs = lambda _: FixedCosts(FLAT)  # type: ignore[assignment,misc]
+engine.AskedDrafts = Eager  # type: ignore[misc]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +14,8 @@ import msgspec
 import psutil
 
 from sgl_spec.args import ServerArgs
-from sgl_spec.engine.calibrate import CostMeter, measure_costs
+from sgl_spec.engine.asked import AskedDrafts
+from sgl_spec.engine.costs import Costs, forward_costs
 from sgl_spec.engine.device import device_name, fitting, resolve_device
 from sgl_spec.engine.drafting import (
     find_draft_model,
@@ -41,6 +43,7 @@ from sgl_spec.engine.slots import SlotManager
 from sgl_spec.engine.worker import Worker
 from sgl_spec.errors import InvalidRequestError
 from sgl_spec.layers.context import KVCache
+from sgl_spec.layers.transfer import wait_for
 from sgl_spec.messages import EngineState, OutputChunk
 from sgl_spec.models.checkpoint import resolve_checkpoint, resolve_tokenizer
 from sgl_spec.models.loader import load_model
@@ -138,7 +141,7 @@ class Engine:
         }
         ours = not follows_kv(self.drafter) or isinstance(self.drafter, ModelDrafter)
         if self.model.kernels == "torch" or not ours:
-            return Worker(self.model, kv, table, costs=self._costs(kv, rows), **options)
+            return Worker(self.model, kv, table, asked=self._asked(kv, rows), **options)
         from sgl_spec.engine.cuda.graphs import Rounds
         from sgl_spec.engine.cuda.worker import DeviceWorker
 
@@ -156,14 +159,14 @@ class Engine:
         worker.prepare()
         return worker
 
-    def _costs(self, kv: KVCache, rows: int) -> CostMeter | None:
-        """What verifying costs, where a drafter's trees may be cut by it."""
+    def _asked(self, kv: KVCache, rows: int) -> AskedDrafts | None:
+        """What decides about drafts, where they may be left out by what they cost."""
         if not self._weighs:
             return None
         most = rows * self.args.tree_nodes
-        measured = measure_costs(self.model, kv, max_requests=rows, max_rows=most)
+        measured = forward_costs(self.model, kv, max_requests=rows, max_rows=most)
         logger.info("Verify cost in ms: %s", measured)
-        return CostMeter(measured)
+        return AskedDrafts(Costs(measured), partial(wait_for, self.device))
 
     @property
     def _weighs(self) -> bool:

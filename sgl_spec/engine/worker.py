@@ -12,13 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sgl_spec.engine.asked import PLAIN, AskedDrafts
 from sgl_spec.engine.batch import (
     Batch,
     Computed,
@@ -30,6 +31,7 @@ from sgl_spec.engine.batch import (
     prefill_forward,
     tree_forward,
 )
+from sgl_spec.engine.control import Decision
 from sgl_spec.engine.following import Follower
 from sgl_spec.engine.kv_pool import SlotTable, compact_slots
 from sgl_spec.engine.logprobs import LogprobReader, PerRequest
@@ -38,10 +40,11 @@ from sgl_spec.engine.row_sampling import RowSampling
 from sgl_spec.layers.context import ForwardBatch, KVCache
 from sgl_spec.layers.transfer import on_device, wait_for
 from sgl_spec.request import Logprobs
+from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.base import DraftBatch, Drafter, settle
 from sgl_spec.speculative.grammar import Constraint, mask_tree, token_masks
 from sgl_spec.speculative.propose import require_sampled
-from sgl_spec.speculative.prune import MIN_GAIN, CostTable, bounded, prune
+from sgl_spec.speculative.prune import MIN_GAIN, bounded, keep_nodes
 from sgl_spec.speculative.rules import AcceptanceRule, FollowRule
 from sgl_spec.speculative.sampling import TokenMasks
 from sgl_spec.speculative.topology import Topology
@@ -57,7 +60,8 @@ class _Round:
     """What a round leaves to be told to the drafter once the scheduler knows what was kept.
 
     tree: where its drafter made it. accepted, offsets: on the CPU; [B] the first verified row of
-    each request. features: [T, C] of the verified rows.
+    each request. features: [T, C] of the verified rows. decision: that the drafter be asked or not,
+    None where that is no question. begun: when the round did, in seconds.
     """
 
     draft: DraftBatch
@@ -65,14 +69,8 @@ class _Round:
     accepted: AcceptResult
     offsets: Tensor
     features: Tensor | None
-
-
-class Costs(Protocol):
-    """What rounds cost. table: by total rows, for a round of so many requests. add: a round of
-    `requests` trees with `rows` nodes in all took `seconds`."""
-
-    def table(self, requests: int) -> CostTable: ...
-    def add(self, requests: int, rows: int, seconds: float) -> None: ...
+    decision: Decision | None
+    begun: float
 
 
 class Worker:
@@ -80,9 +78,9 @@ class Worker:
 
     drafter None, or a batch without draft budget: trees are root-only and a round is plain
     decoding. rename_slots: compact accepted paths by permuting slot ids instead of moving KV (pages
-    of one slot only); it leaves a request's slots out of order. costs: measured forward times; None
-    verifies whatever is drafted. rule: how drafts are accepted; topology: the shape that sampled
-    trees must have, where the rule asks for them.
+    of one slot only); it leaves a request's slots out of order. asked: decides what is
+    drafted; None verifies whatever is proposed. rule: how drafts are accepted; topology: the shape
+    that sampled trees must have, where the rule asks for them.
 
     defers: whether launched batches run while the host goes on, so that a drafter's other work is
     better done after the next launch.
@@ -99,7 +97,7 @@ class Worker:
         page_size: int,
         rename_slots: bool = True,
         drafter: Drafter | None = None,
-        costs: Costs | None = None,
+        asked: AskedDrafts | None = None,
         rule: AcceptanceRule | None = None,
         topology: Topology | None = None,
     ) -> None:
@@ -110,7 +108,7 @@ class Worker:
         self.rename_slots = rename_slots and page_size == 1 and not table.mirrored
         self.drafter = drafter
         self.follower = Follower(model, kv, drafter)
-        self.costs: Costs | None = costs
+        self.asked = asked
         self.follow: AcceptanceRule = FollowRule()  # first tokens are drawn by it
         self.rule = rule or self.follow
         self.topology = topology
@@ -158,12 +156,15 @@ class Worker:
 
     def drafter_stats(self) -> dict[str, float]:
         """Figures of the drafter, for /server_info and /metrics."""
-        return {} if self.drafter is None else dict(self.drafter.stats())
+        control = {} if self.asked is None else self.asked.controller.stats()
+        return control if self.drafter is None else control | self.drafter.stats()
 
     def flush(self) -> None:
         """Forget what the drafter has learned."""
         if self.drafter is not None:
             self.drafter.flush()
+        if self.asked is not None:
+            self.asked.clear()
 
     def prepare_more(self) -> bool:
         """Nothing runs: get something ready that a later batch would have to wait for. Whether
@@ -203,6 +204,15 @@ class Worker:
             self.follower.verified(done.draft, kept, done.offsets, done.features)
             self.drafter.observe(done.draft, done.tree, kept)
             self._settle_now()
+            self._note(done, kept, sum(taken))
+
+    def _note(self, done: _Round, kept: AcceptResult, tokens: int) -> None:
+        """Learn what drafting brought and took, all that the drafter did included."""
+        if self.asked is None or done.decision is None:
+            return
+        self.asked.learn(ArrayTree.of(done.tree), kept, _sampled(done.draft))
+        ms = (time.perf_counter() - done.begun) * 1e3
+        self.asked.note(done.decision, len(done.draft.rows), tokens, ms)
 
     def settle(self) -> None:
         """A batch was launched: what the drafter has put off may be done behind it."""
@@ -264,8 +274,11 @@ class Worker:
         return accepted.tokens[:, 0], logprobs
 
     def _decode(self, batch: DecodeBatch) -> StepOutput:
-        draft, sampling = self._draft_batch(batch), self.sampling.of(batch.rows)
-        planned = self._plan_tree(draft, batch.remaining)
+        begun, draft = time.perf_counter(), self._draft_batch(batch)
+        sampling, decision = self.sampling.of(batch.rows), None
+        if self.asked is not None and (draft.max_nodes > 1).any():
+            decision = self.asked.decide(len(batch.rows))
+        planned = self._plan_tree(draft, batch.remaining, decision)
         # A device has its forward before all else, and all that reads a tree on it before that.
         forward, masks = self._tree_rows(planned, batch), token_masks(planned)
         logits, features = self._verify(forward)
@@ -278,15 +291,15 @@ class Worker:
         self._keep_path(rows, committed, tree.width, found)
         accepted, offsets = found.on_host(), offsets.cpu()
         self.sampling.count(batch.rows, accepted)
-        self._round = _Round(draft, planned, accepted, offsets, features)
+        self._round = _Round(draft, planned, accepted, offsets, features, decision, begun)
         logprobs = self.logprobs.of_emitted(batch.rows, accepted, logits, offsets)
         return self._output(draft, planned, accepted, logprobs)
 
     def _draft_batch(self, batch: DecodeBatch) -> DraftBatch:
         """What a drafter may know of a batch."""
         rows, lengths, most = batch.rows, batch.committed + 1, batch.max_nodes
-        sampling, plain_ms = self.sampling.of(rows), self._plain_ms(batch)
-        return DraftBatch(rows, lengths, most, self.tokens, sampling, plain_ms)
+        deeper = None if self.asked is None else self.asked.deeper
+        return DraftBatch(rows, lengths, most, self.tokens, self.sampling.of(rows), deeper)
 
     def _tree_rows(self, planned: TokenTree, batch: DecodeBatch) -> ForwardBatch:
         """The rows that verify these trees."""
@@ -294,32 +307,29 @@ class Worker:
         rows, committed = (on_device(x, self.device) for x in (batch.rows, batch.committed))
         return tree_forward(tree, rows, committed, self.table.device)
 
-    def _plain_ms(self, batch: DecodeBatch) -> float | None:
-        size = len(batch.rows)
-        return None if self.costs is None else self.costs.table(size).cost(size)
-
-    def _plan_tree(self, draft: DraftBatch, remaining: IntArray) -> TokenTree:
-        if self.drafter is None or not (draft.max_nodes > 1).any():
+    def _plan_tree(
+        self, draft: DraftBatch, remaining: IntArray, decision: Decision | None
+    ) -> TokenTree:
+        rests = decision is not None and decision.option == PLAIN
+        if self.drafter is None or rests or not (draft.max_nodes > 1).any():
             return self._constrain(root_only(torch.from_numpy(draft.roots())), draft.rows)
         start = time.perf_counter()
         tree = self.drafter.propose(draft)
-        if self.costs is not None:
+        if self.asked is not None:
             wait_for(self.device)
         drafting_s = time.perf_counter() - start
         if self.topology is not None:
             require_sampled(tree, self.topology)
         tree = self._constrain(bounded(tree, remaining, draft.max_nodes), draft.rows)
-        if int(tree.num_nodes.max()) > 1 and self.costs is not None:
-            tree = prune(tree, self._price(self.costs, tree.batch, drafting_s), MIN_GAIN)
+        if int(tree.num_nodes.max()) > 1 and self.asked is not None:
+            # Forwards of a draft model are part of every round: the dearer, the more rows pay.
+            fixed_ms = 0.0 if self.follower.drafter is None else drafting_s * 1e3
+            trial = decision is not None and decision.trial
+            keep = self.asked.worthwhile(
+                ArrayTree.of(tree), _sampled(draft), fixed_ms, MIN_GAIN, trial=trial
+            )
+            tree = keep_nodes(tree, on_device(keep, tree.tokens.device))
         return narrow(tree)
-
-    def _price(self, costs: Costs, batch: int, drafting_s: float) -> CostTable:
-        """What a round costs by the rows it verifies. Where drafts come from forwards of a model
-        these are part of every round, and the dearer they are the more rows pay."""
-        table = costs.table(batch)
-        if self.follower.drafter is None:
-            return table
-        return replace(table, fixed=table.fixed + drafting_s * 1e3)
 
     def _constrain(self, tree: TokenTree, rows: IntArray) -> TokenTree:
         """The trees with the masks of the requests that have a grammar, and without the drafts
@@ -332,14 +342,15 @@ class Worker:
     def _verify(self, forward: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """The target's logits of a tree batch, [T, V], and the features that the drafter wants; the
         time keeps the cost table true."""
-        if self.costs is not None:
+        if self.asked is not None:
             wait_for(self.device)
         start = time.perf_counter()
         hidden, features = self.follower.run(forward)
         logits = self.model.logits(hidden)
-        if self.costs is not None:
+        if self.asked is not None:
             wait_for(self.device)
-            self.costs.add(len(forward.rows), len(forward.tokens), time.perf_counter() - start)
+            requests, ms = len(forward.rows), (time.perf_counter() - start) * 1e3
+            self.asked.costs.add(requests, len(forward.tokens) - requests, ms)
         return logits, features
 
     def _keep_path(
@@ -379,3 +390,9 @@ class Worker:
             self.tokens[row, length : length + len(new)] = new
         proposed = (tree.num_nodes - 1).tolist()
         return StepOutput(tokens=tokens, proposed=proposed, logprobs=logprobs)
+
+
+def _sampled(draft: DraftBatch) -> npt.NDArray[np.bool_]:
+    """[B]: which of the requests have a temperature."""
+    assert draft.sampling is not None
+    return draft.sampling.temperature.numpy(force=True) > 0

@@ -18,7 +18,7 @@ def cached_directory(name: str, make: Callable[[Path], None], *, what: str, room
     name: says all that its content depends on. make: fills an empty directory. what, room: what is
     written and the space that it needs, for the `ConfigError` where the cache cannot be written.
     """
-    target = _cache_root() / name
+    target = cache_root() / "models" / name
     if target.is_dir():
         return target
     try:
@@ -34,9 +34,10 @@ def cached_directory(name: str, make: Callable[[Path], None], *, what: str, room
     return target
 
 
-def _cache_root() -> Path:
+def cache_root() -> Path:
+    """Where this package keeps what it can make again."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "sgl-spec" / "models"
+    return (Path(base) if base else Path.home() / ".cache") / "sgl-spec"
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@ long, and nothing here is worth a copy to the device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -43,10 +43,17 @@ class ArrayTree:
         depths[:, 0] = 0
         for _ in range(_doublings(tree.width)):
             depths = depths + depths.take(link)
-            if scores is not None:
-                scores = np.minimum(scores, scores.take(link))
             link = link.take(link)
-        return cls(tokens, parents, num_nodes, depths, scores)
+        found = cls(tokens, parents, num_nodes, depths, None)
+        return found if scores is None else found.with_scores(scores)
+
+    def with_scores(self, scores: FloatArray) -> ArrayTree:
+        """The same trees with other scores [B, N], which are cut as those of `of`."""
+        link = _links(self.parents, self.num_nodes)
+        for _ in range(_doublings(self.width)):
+            scores = np.minimum(scores, scores.take(link))
+            link = link.take(link)
+        return replace(self, scores=scores)
 
     @classmethod
     def roots(cls, tokens: IntArray) -> ArrayTree:

@@ -46,8 +46,9 @@ class DraftBatch:
     tokens: [num_rows, width] int32; tokens[rows[i], :lengths[i]] is the request's text.
     sampling: the B requests' parameters, whose temperature and seed a drafter that samples needs;
         the engine always gives them, on the device of the target's logits.
-    plain_ms: what a round of these requests takes without drafts, for a drafter that weighs what it
-        costs itself; None where whole trees are wanted at any price.
+    deeper: for a drafter that grows its trees level by level: whether another level pays, from the
+        chances [B] that the best nodes so far are accepted, and which of the B requests are
+        sampled. None where whole trees are wanted at any price.
     """
 
     rows: IntArray
@@ -55,7 +56,7 @@ class DraftBatch:
     max_nodes: IntArray
     tokens: npt.NDArray[np.int32]
     sampling: SamplingRows | None = None
-    plain_ms: float | None = None
+    deeper: Callable[[Tensor, Tensor], bool] | None = None
 
     def roots(self) -> IntArray:
         """[B] each request's last known token, the root of its tree."""
@@ -67,7 +68,7 @@ class DraftBatch:
         if sampling is not None:
             sampling = sampling.select(on_device(index, sampling.seed.device))
         rows, lengths, most = self.rows[index], self.lengths[index], self.max_nodes[index]
-        return DraftBatch(rows, lengths, most, self.tokens, sampling, self.plain_ms)
+        return DraftBatch(rows, lengths, most, self.tokens, sampling, self.deeper)
 
 
 class Drafter(Protocol):

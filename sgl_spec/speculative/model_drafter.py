@@ -13,7 +13,6 @@ children follow from the last row either way.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -23,10 +22,9 @@ import torch
 from torch import Tensor
 
 from sgl_spec.layers.context import ForwardBatch
-from sgl_spec.layers.transfer import on_device, wait_for
+from sgl_spec.layers.transfer import on_device
 from sgl_spec.models.draft import DraftModel
 from sgl_spec.speculative.base import DraftBatch, Drafter, DrafterContext, register_drafter
-from sgl_spec.speculative.draft_economy import ChanceScale, DraftEconomy
 from sgl_spec.speculative.draft_rows import DraftTrees, span
 from sgl_spec.speculative.grow import GrownTrees
 from sgl_spec.speculative.propose import SampledTrees
@@ -62,7 +60,6 @@ class _Totals:
     tree_forwards: int = 0
     tree_rows: int = 0
     catch_ups: int = 0
-    rests: int = 0
 
 
 class ModelDrafter:
@@ -106,9 +103,6 @@ class ModelDrafter:
             # One round adds at most steps + 1 rows to those that may wait.
             most = WAITING_ROWS + shape.steps + 1
             self._waiting = self.last.new_zeros(num_rows, most, model.width)
-        self.economy = DraftEconomy()
-        self.scale = ChanceScale()
-        self._begun: float | None = None  # when the round that is drafted for began
         self._totals = _Totals()
 
     # ---- the text
@@ -133,10 +127,6 @@ class ModelDrafter:
 
     def verified(self, batch: DraftBatch, counts: Tensor, features: Tensor | None) -> None:
         """See `KVDrafter`. The rows wait; requests with too many of them catch up."""
-        if self._begun is not None:
-            took = (time.perf_counter() - self._begun) * 1e3
-            self.economy.note_round(len(batch.rows), int(counts.sum()), took)
-            self._begun = None
         rows = torch.from_numpy(batch.rows)
         self._learn(rows, torch.from_numpy(batch.lengths) + counts, features)
         late = rows[self.known[rows] - self.written[rows] >= WAITING_ROWS]
@@ -191,15 +181,13 @@ class ModelDrafter:
         return int(self.written[row])
 
     def observe(self, batch: DraftBatch, tree: TokenTree, accepted: AcceptResult) -> None:
-        """See `Drafter`. Learns what the draft's own chances are worth."""
-        self.scale.learn(tree, accepted.counts, _sampled(batch))
+        """See `Drafter`. Nothing to do: `verified` has seen the text."""
 
     def finish(self, row: int) -> None:
         """See `Drafter`. The row's state is replaced when another request opens it."""
 
     def flush(self) -> None:
         """See `Drafter`."""
-        self.economy.clear()
         self._totals = _Totals()
 
     def stats(self) -> dict[str, float]:
@@ -211,7 +199,6 @@ class ModelDrafter:
             "tree_forwards": totals.tree_forwards,
             "tree_rows": totals.tree_rows,
             "catch_ups": totals.catch_ups,
-            "rests": totals.rests,
         }
 
     # ---- trees
@@ -221,11 +208,6 @@ class ModelDrafter:
         (wanted,) = np.nonzero(batch.max_nodes > 1)
         if not len(wanted):
             return root_only(torch.from_numpy(batch.roots()))
-        if not self.economy.drafts(len(batch.rows), batch.plain_ms):
-            self._totals.rests += 1
-            return root_only(torch.from_numpy(batch.roots()))
-        # Rounds without a price are none that the economy is asked about.
-        self._begun = None if batch.plain_ms is None else time.perf_counter()
         drafting = batch if len(wanted) == len(batch.rows) else batch.take(wanted)
         rows = torch.from_numpy(drafting.rows)
         self.catch_up(rows, torch.from_numpy(drafting.lengths), batch.tokens)
@@ -275,27 +257,16 @@ class ModelDrafter:
         trees.expand(self.model.logits(hidden), self.model.token_ids)
         request = torch.arange(size, device=self.device).repeat_interleave(shape.topk)
         for _ in range(steps - 1):
-            if not self._deeper(trees, sampled, batch.plain_ms):
+            if batch.deeper is not None and not batch.deeper(trees.chances(), sampled):
                 break
-            begun = time.perf_counter()
             edge = trees.frontier()
             above = hidden.view(size, -1, hidden.shape[1])
             above = above[request, edge.parents.flatten()]
             nodes = (edge.tokens.flatten(), edge.words.flatten(), edge.depth)
             hidden = self._run(columns, request, nodes, above)
             trees.expand(self.model.logits(hidden), self.model.token_ids)
-            if batch.plain_ms is not None:
-                wait_for(self.device)
-                self.economy.note_step(size, (time.perf_counter() - begun) * 1e3)
         most = on_device(batch.max_nodes, self.device)
-        return self.scale.apply(trees.finish(most), sampled)
-
-    def _deeper(self, trees: GrownTrees, sampled: Tensor, plain_ms: float | None) -> bool:
-        """Whether another level pays; whole trees are asked for where there is no price."""
-        if plain_ms is None:
-            return True
-        chances = (trees.chances() * self.scale.of(sampled)).clamp(max=1.0)
-        return self.economy.deeper(len(sampled), float(chances.sum()), plain_ms)
+        return trees.finish(most)
 
     def _draw(self, batch: DraftBatch) -> TokenTree:
         """Trees of the prescribed shape with tokens drawn from the draft's own distribution."""

@@ -224,7 +224,7 @@ def test_one_seed_one_text(
 ) -> None:
     """With speculation and without, alone and 16 at once, from a pool too small for all."""
     flags = drafter_flags(algorithm, tiny_model_dir)
-    if algorithm == "STANDALONE":
+    if algorithm != "none":
         flags.append("--speculative-verify-whole-trees")  # a draft as dear as the target never pays
     server = launch_shared(*flags, *POOL)
     alone = ask_all(server, 1)

@@ -41,7 +41,7 @@ def make(tiny_model_dir: Path) -> Make:
         sizes = {"max_total_tokens": 8192, "max_running_requests": 16}
         llm = LLM(str(tiny_model_dir), **(sizes | drafter_options(drafter, tiny_model_dir) | flags))
         scheduler = llm.engine.scheduler
-        scheduler.worker.costs = None  # type: ignore[attr-defined]
+        scheduler.worker.asked = None  # type: ignore[attr-defined]
         scheduler.limits = dataclasses.replace(scheduler.limits, check_every_step=True)
         return llm
 

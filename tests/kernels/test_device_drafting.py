@@ -125,7 +125,7 @@ def test_texts_are_the_same_with_and_without_trees(
     worker.rounds.sizes, source.shapes = (ROWS,), TreeShapes((ROWS,), NODES)
     texts = [prompt + new for prompt, new in zip(PROMPTS, expected, strict=True)]
     drafter = worker.drafter = Prophet(texts)
-    worker.costs = source.costs = known(source.shapes)
+    source.costs = known(source.shapes)
     source.drafting = HostDrafting(drafter, source.costs)
     launches: list[tuple[bool, int]] = []  # whether it is a round, and behind how many batches
     launch = worker.launch

@@ -179,7 +179,6 @@ def test_drafts_that_pay_are_made(
     worker = worker_of(llm)
     assert worker.drafter_stats()["seam_rest"] == 0
     assert isinstance(worker.drafter, ModelDrafter)
-    assert not worker.drafter.economy._rounds, "which judges rounds on the device"
 
 
 def test_drafts_are_made_between_prompts_in_chunks(

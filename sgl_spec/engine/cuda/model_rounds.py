@@ -83,7 +83,7 @@ class ModelRounds(RoundSource):
         super().__init__(parts, rounds)
         assert parts.draft is not None
         self.drafter, self.texts, self.nodes = drafter, texts, parts.draft.nodes
-        self.resting = Resting(drafter.economy) if weighs and rounds.sizes else None
+        self.resting = Resting(DraftEconomy()) if weighs and rounds.sizes else None
 
     def filled(self, rows: IntArray, ends: IntArray) -> None:
         """See `RoundSource`. The model has read the same rows."""

@@ -108,7 +108,6 @@ class DeviceWorker(Worker):
         self.source = self._source(weighs)
         by_time = weighs and self.device.type == "cuda"  # an interpreter's times say nothing
         self.seam_trees = SeamTrees(lambda: len(rounds), Mark) if by_time else None
-        self.costs = self.source.costs
 
     def _source(self, weighs: bool) -> RoundSource:
         drafter, parts, rounds = self.drafter, self.parts, self.rounds
