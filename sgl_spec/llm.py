@@ -7,6 +7,7 @@ print(llm.generate("The capital of France is", {"temperature": 0})[0].text)
 
 from __future__ import annotations
 
+import operator
 import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ import msgspec
 
 from sgl_spec.args import ServerArgs
 from sgl_spec.engine.engine import Engine
-from sgl_spec.errors import EngineDeadError, InvalidRequestError, SglSpecError
+from sgl_spec.errors import EngineDeadError, InvalidRequestError, SglSpecError, preview
 from sgl_spec.interrupts import Interrupts
 from sgl_spec.messages import OutputChunk
 from sgl_spec.options import near
@@ -142,7 +143,10 @@ class LLM:
         params = _per_prompt("sampling", given, SamplingParams | Mapping, len(batch))
         asks = _per_prompt("logprobs", logprobs, LogprobParams, len(batch))
         with self._call():
-            made = [self._requests(*one) for one in zip(batch, params, asks, strict=True)]
+            several = len(batch) != 1
+            places = [f"prompts[{i}]" if several else "prompts" for i in range(len(batch))]
+            each = zip(places, batch, params, asks, strict=True)
+            made = [self._requests(*one) for one in each]
             requests = [request for of_prompt in made for request in of_prompt]
             chunks = self._run(requests)
             return [self._completion(request, chunks[request.rid]) for request in requests]
@@ -162,11 +166,11 @@ class LLM:
                 self._calling = False
 
     def _requests(
-        self, prompt: Prompt, params: Params, logprobs: LogprobParams | None
+        self, where: str, prompt: Prompt, params: Params, logprobs: LogprobParams | None
     ) -> list[TokenizedRequest]:
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self._ids(where, prompt)
         sampling, choices = _as_params(params)
-        self._check(ids, sampling)
+        self._check(where, ids, sampling)
         if logprobs is not None:
             logprobs.check(self.engine.model.config.vocab_size, len(ids))
         seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
@@ -180,15 +184,28 @@ class LLM:
             )
         return made
 
-    def _check(self, ids: list[int], sampling: SamplingParams) -> None:
+    def _ids(self, where: str, prompt: Prompt) -> list[int]:
+        """A prompt as token ids: of a text, or any sequence of integers."""
+        try:
+            if isinstance(prompt, str):
+                prompt.encode()
+                return self.encode(prompt)
+            return [operator.index(token) for token in prompt]
+        except UnicodeEncodeError as error:
+            problem = f"must be text, got {preview(prompt)} ({error.reason} at {error.start})."
+        except TypeError:
+            problem = f"must be a text or a sequence of token ids, got {preview(prompt)}."
+        raise InvalidRequestError(f"{where} {problem}", param="prompts")
+
+    def _check(self, where: str, ids: list[int], sampling: SamplingParams) -> None:
         vocab = self.engine.model.config.vocab_size
         sampling.check(vocab)
         if not ids:
-            raise InvalidRequestError("The prompt is empty.", param="prompts")
+            raise InvalidRequestError(f"{where} cannot be empty.", param="prompts")
         for token in ids:
             if not 0 <= token < vocab:
                 raise InvalidRequestError(
-                    f"prompt ids must be from 0 to {vocab - 1}, got {token}.", param="prompts"
+                    f"{where} must hold ids from 0 to {vocab - 1}, got {token}.", param="prompts"
                 )
         total, limit = len(ids) + sampling.max_new_tokens, self.engine.context_length
         if total > limit:
@@ -278,9 +295,12 @@ def _per_prompt(name: str, value: Any, single: Any, count: int) -> list[Any]:
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if not isinstance(prompts, str):
+        try:
+            operator.index(prompts[0])  # type: ignore[arg-type]
+        except (TypeError, IndexError):  # no id: the first of several prompts, or of none
+            return list(prompts)  # type: ignore[arg-type]
+    return [prompts]  # type: ignore[list-item]
 
 
 def _as_params(params: Params) -> tuple[SamplingParams, int]:

@@ -33,6 +33,10 @@ DONE = b"data: [DONE]\n\n"
 OPEN_PATHS = ("/health", "/health_generate", "/metrics")
 
 
+# A server that loads, or whose queue is full, may be ready when it is asked again.
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "5"}}
+
+
 class Json(Response):
     """A JSON reply."""
 
@@ -52,8 +56,7 @@ def error_body(path: str, status: int, kind: str, message: str, param: str | Non
 def error_reply(path: str, error: SglSpecError) -> Response:
     """The reply for an error met before anything was sent."""
     body = error_body(path, error.status, error.type, error.message, error.param)
-    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-    return Json(body, error.status, headers)
+    return Json(body, error.status, _HEADERS.get(error.status))
 
 
 async def read_json(request: Request) -> Any:

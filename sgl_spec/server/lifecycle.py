@@ -62,6 +62,7 @@ class Server:
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._signal: asyncio.Future[int] = loop.create_future()
+        self._hurry: asyncio.Future[int] = loop.create_future()
         self._engine = Engine(self._args, self._entry)
         speculating = self._args.speculative_algorithm is not None
         self._metrics = None
@@ -112,11 +113,14 @@ class Server:
                 self._frontend.on_message(message)
 
     def _on_signal(self, number: int) -> None:
-        if self._signal.done():
+        if not self._signal.done():
+            self._signal.set_result(number)
+        elif not self._hurry.done():
             logger.warning("Second signal: aborting at once.")
+            self._hurry.set_result(number)
+        else:
             self._engine.close()
             os._exit(128 + number)
-        self._signal.set_result(number)
 
     async def _supervise(self) -> int:
         """Wait for what ends the run, and end it in order."""
@@ -181,11 +185,14 @@ class Server:
             await self._engine.stop()
             return EXIT_OK
         logger.info("%s: %s", name, self._until())
-        if not await self._drained(self._args.drain_timeout):
+        if not await self._drained(self._args.drain_timeout, self._hurry):
             self._frontend.abort(None)
             await self._drained(ABORT_TIMEOUT_S)
         if self._engine.exited.done():
             return await self._engine_died()
+        if self._hurry.done():
+            await self._engine.stop()
+            return 128 + self._hurry.result()
         self._frontend.shut_engine_down(drain=False)
         if await self._engine.wait(self._args.stop_timeout) is None:
             logger.warning("The engine did not end by itself; stopping it.")
@@ -202,10 +209,11 @@ class Server:
         seconds = self._args.drain_timeout
         return f"waiting up to {seconds} s for {some}; a second signal aborts."
 
-    async def _drained(self, timeout_s: float) -> bool:
-        """Whether all requests ended; False when the time is up or the engine is dead."""
+    async def _drained(self, timeout_s: float, *ends: asyncio.Future[int]) -> bool:
+        """Whether all requests ended; False when the time is up, the engine is dead, or one of
+        `ends` has come."""
         idle = asyncio.create_task(self._frontend.drained(timeout_s))
-        await _first([idle, self._engine.exited])
+        await _first([idle, self._engine.exited, *ends])
         return idle.done() and idle.result()
 
 

@@ -291,6 +291,39 @@ class TestBadInput:
         assert {"/generate", "/v1/chat/completions", "/health"} <= named
         assert named - {"/docs"} <= known.keys()
 
+    def test_a_key_that_is_given_twice_is_refused(self, server: Scripted) -> None:
+        for text, name in (
+            (b'{"text": "a", "text": "b"}', "text"),
+            (b'{"text": "a", "sampling_params": {"n": 1, "top_p": 1, "n": 1}}', "n"),
+        ):
+            reply = server.client.post("/generate", content=text)
+            assert reply.status_code == 400
+            error = reply.json()["error"]
+            assert error["message"] == f'The field "{name}" is given twice.'
+            assert error["param"] == name
+
+    def test_a_trailing_slash_is_none(self, server: Scripted) -> None:
+        for path in ("/v1/models", f"/v1/models/{MODEL}", "/health", "/model_info"):
+            with_slash = server.client.get(f"{path}/")
+            assert (with_slash.status_code, with_slash.content) == (
+                200,
+                server.client.get(path).content,
+            )
+        reply = server.client.post("/generate/", json=body("x", max_new_tokens=1))
+        assert reply.status_code == 200
+
+    def test_the_page_of_the_routes_needs_no_network(self, server: Scripted) -> None:
+        for page in ("/docs", "/redoc"):
+            text = server.client.get(page).text
+            assert "/openapi.json" in text
+            sources = re.findall(r'(?:src|href)="([^"]+)"', text)
+            assert sources
+            for source in sources:
+                assert source.startswith("/"), source
+                asset = server.client.get(source)
+                assert asset.status_code == 200
+                assert asset.content
+
     def test_unknown_paths_are_not_found_by_type(self, server: Scripted) -> None:
         error = {"object": "error", "type": "NotFoundError", "param": None, "code": 404}
         reply = server.client.get("/nowhere")

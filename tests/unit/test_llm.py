@@ -45,8 +45,12 @@ def test_calls_from_threads_do_not_mix(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompts", "sampling", "named"),
     [
-        ("", GREEDY, "prompt is empty"),
-        ([[]], GREEDY, "prompt is empty"),
+        ("", GREEDY, "prompts cannot be empty"),
+        ([[]], GREEDY, "prompts cannot be empty"),
+        (["a", ""], GREEDY, r"prompts\[1\] cannot be empty"),
+        (["a", [1, 10**6]], GREEDY, r"prompts\[1\] must hold ids from 0"),
+        ("a\ud83d", GREEDY, r"prompts must be text, got .*surrogates not allowed at 1"),
+        (["a", [1, "b"]], GREEDY, r"prompts\[1\] must be a text or a sequence of token ids"),
         ([[512]], GREEDY, "from 0 to 511, got 512"),
         ("a", {"temperature": -1}, "temperature"),
         ("a", {"surprise": 1}, r"'surprise' is not one of .*, ebnf, n, sampling_seed\.$"),

@@ -217,6 +217,8 @@ def test_a_key_may_hold_any_characters(key: str) -> None:
         return code
 
     right = f"Bearer {key}".encode()
+    for scheme in ("bearer", "BEARER"):
+        assert status("/generate", (b"authorization", f"{scheme} {key}".encode())) == 200
     assert status("/generate", (b"authorization", right)) == 200
     if key.isascii() or key == "sésame":
         assert status("/generate", (b"authorization", right.decode().encode("latin-1"))) == 200
