@@ -11,7 +11,7 @@ import functools
 import logging
 import secrets
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -532,8 +532,9 @@ class ServerArgs:
         rows = 0 if shape is None or shape.sampled else shape.steps * shape.topk
         return max(self.tree_nodes, rows)
 
-    def resolve(self) -> ResolvedArgs:
+    def resolve(self, drafters: Collection[str] = ()) -> ResolvedArgs:
         """A new object with what was left open filled in; `ConfigError` on a contradiction.
+        drafters: names that are registered in this process.
 
         Open until the device is known: `device` "auto" and then `chunked_prefill_size` (see
         `for_device`). Open until the model is seen: `context_length`, `max_total_tokens`, `dtype`
@@ -541,7 +542,7 @@ class ServerArgs:
         None where it means "none", as in `api_key`, `max_queued_requests` and
         `speculative_algorithm`.
         """
-        check(self)
+        check(self, drafters)
         _warn((*self.without_effect, *without_effect(self), *without_gpu(self)))
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         filled = {name: value for name, value in self._decided().items() if values[name] is None}
@@ -594,13 +595,18 @@ class ServerArgs:
 class ResolvedArgs(ServerArgs):
     """`ServerArgs` after `resolve`: these fields are no longer None."""
 
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """The drafter's name, which was found to be known."""
+        return () if self.speculative_algorithm is None else (self.speculative_algorithm,)
+
     if TYPE_CHECKING:
         tokenizer_path: str
         served_model_name: str
         max_running_requests: int
         random_seed: int
 
-    def resolve(self) -> ResolvedArgs:
+    def resolve(self, drafters: Collection[str] = ()) -> ResolvedArgs:
         """This object: it is resolved."""
         return self
 
@@ -611,7 +617,7 @@ class ResolvedArgs(ServerArgs):
             return self
         chunk = self.chunked_prefill_size or CHUNK_TOKENS[device]
         done = dataclasses.replace(self, device=device, chunked_prefill_size=chunk)
-        check(done)
+        check(done, done.drafters)
         _warn(without_gpu(done))
         return done
 
@@ -627,7 +633,7 @@ class ResolvedArgs(ServerArgs):
             speculative_eagle_topk=shape.topk,
             speculative_num_draft_tokens=shape.nodes,
         )
-        check(done)
+        check(done, done.drafters)
         return done
 
 

@@ -35,6 +35,7 @@ from sgl_spec.request import (
     check_choices,
     derive_seed,
 )
+from sgl_spec.speculative.base import registered_drafters
 from sgl_spec.text import PROMPT_TAIL, OutputText
 
 Prompt = str | Sequence[int]
@@ -72,7 +73,7 @@ class LLM:
 
     def __init__(self, model_path: str = "smollm2", **flags: Any) -> None:
         args = ServerArgs.from_keywords(model_path=model_path, **flags)
-        self._engine: Engine | None = Engine(args)
+        self._engine: Engine | None = Engine(args.resolve(registered_drafters()))
         self._failure = ""  # what broke the engine off
         self._seeds = random.Random(self.engine.args.random_seed)
         self._serial = 0

@@ -6,7 +6,7 @@ a later check may count on the earlier ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,9 +47,10 @@ _GRAPH_SIZES = ("cuda_graph_max_bs", "cuda_graph_bs")
 _GPU_OPTIONS = ("disable_overlap_schedule", "disable_cuda_graph", *_GRAPH_SIZES)
 
 
-def check(args: ServerArgs) -> None:
-    """Raise `ConfigError` with the first sentence of `contradictions` and `lost_paths`."""
-    for sentence in chain(contradictions(args), lost_paths(args)):
+def check(args: ServerArgs, drafters: Collection[str] = ()) -> None:
+    """Raise `ConfigError` with the first sentence of `contradictions` and `lost_paths`. drafters:
+    names that are registered in this process."""
+    for sentence in chain(contradictions(args, drafters), lost_paths(args)):
         raise ConfigError(sentence)
 
 
@@ -74,9 +75,11 @@ def is_local(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
-def contradictions(args: ServerArgs) -> Iterator[str]:
+def contradictions(args: ServerArgs, drafters: Collection[str] = ()) -> Iterator[str]:
     """The sentences for what cannot work."""
-    for rule in (_device, _algorithm, _ngram, _draft_model, _shape, _judging, _memory, _rest):
+    yield from _device(args)
+    yield from _algorithm(args, drafters)
+    for rule in (_ngram, _draft_model, _shape, _judging, _memory, _rest):
         yield from rule(args)
 
 
@@ -96,14 +99,15 @@ def _device(args: ServerArgs) -> Iterator[str]:
         yield "--speculative-ngram-index device needs a GPU; allowed on a CPU: trie."
 
 
-def _algorithm(args: ServerArgs) -> Iterator[str]:
+def _algorithm(args: ServerArgs, drafters: Collection[str]) -> Iterator[str]:
     name = args.speculative_algorithm
     if name in ABSENT_DRAFTERS:
         yield (
             f"--speculative-algorithm {name} is not supported by this version; allowed are "
             f"{_NAMES} and names that --speculative-drafter-module registers."
         )
-    if name in (None, *BUILT_IN_DRAFTERS) or args.speculative_drafter_module is not None:
+    known = name in (None, *BUILT_IN_DRAFTERS, *drafters)
+    if known or args.speculative_drafter_module is not None:
         return
     yield (
         f"--speculative-algorithm must be one of {_NAMES}, got {name!r}"

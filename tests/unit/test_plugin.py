@@ -54,7 +54,7 @@ def test_a_class_that_lacks_a_method_ends_the_start_before_the_model_is_loaded(
     source = QUIET.replace(f"def {method}(", f"def other_{method}(")
     source += "register_drafter('gap', Quiet)\n"
     with pytest.raises(ConfigError) as caught:
-        start(tmp_path, str(tmp_path / "no-model"), source, "GAP")
+        start(tmp_path, str(tmp_path), source, "GAP")
     assert caught.value.message == (
         f"The drafter GAP lacks {method}; it must have the methods {', '.join(METHODS)}."
     )
@@ -106,7 +106,18 @@ def test_a_name_that_nobody_registered_ends_the_start_before_the_model_is_loaded
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError, match=r"must be none or one of .*EAGLE, .*got 'UNHEARD'"):
-        start(tmp_path, str(tmp_path / "no-model"), "pass", "unheard")
+        start(tmp_path, str(tmp_path), "pass", "unheard")
+
+
+def test_a_drafter_registered_in_this_process_needs_no_module(tiny_model_dir: Path) -> None:
+    exec(HEAD + QUIET + "register_drafter('here', Quiet)\n", {})
+    with LLM(str(tiny_model_dir), speculative_algorithm="here", max_total_tokens=400) as llm:
+        (done,) = llm.generate("a", {"max_new_tokens": 4, "ignore_eos": True})
+        assert len(done.output_ids) == 4
+        assert llm.engine.args.speculative_algorithm == "HERE"
+    register_drafter("DFLASH", lambda context: 1)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ConfigError, match="DFLASH is not supported by this version"):
+        LLM(str(tiny_model_dir), speculative_algorithm="DFLASH")
 
 
 @pytest.mark.parametrize("method", ["begin", "propose", "observe", "finish"])
