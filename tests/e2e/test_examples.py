@@ -46,6 +46,8 @@ def test_every_example_is_run_here() -> None:
     tested = {"chat_openai.py", "stream_generate.py", "offline.py", "custom_drafter.py"}
     tested.add("train_eagle3.sh")  # by test_training_walk.py
     tested |= {"quick.py", "choices.py"}
+    tested |= {"make_prompts.py", "prompt_grammar.json"}  # by test_training_data.py
+    tested.add("widen.py")  # by test_widen.py
     assert {path.name for path in EXAMPLES.iterdir() if path.suffix} == tested
 
 
