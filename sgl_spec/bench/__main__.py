@@ -10,6 +10,7 @@ from sgl_spec.errors import SglSpecError
 from sgl_spec.options import near
 
 COMMANDS = {
+    "experiment": "a grid of settings and loads from a file: tables and plots",
     "accept": "accept length of a drafter on Spec-Bench, by group and tree shape",
     "kernels": "every device kernel beside its floor and torch, on a GPU",
     "ngram": "time and memory of the n-gram drafter, per round",
@@ -33,11 +34,19 @@ def main(argv: Sequence[str]) -> int:
     except SglSpecError as error:
         print(f"{argv[0]}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{argv[0]}: stopped.", file=sys.stderr)
+        return 130
     return 0
 
 
+def experiment(argv: Sequence[str]) -> int:
+    """`sgl-spec experiment`."""
+    return main(["experiment", *argv])
+
+
 def _usage() -> str:
-    lines = [f"  {name:10}{text}" for name, text in COMMANDS.items()]
+    lines = [f"  {name:12}{text}" for name, text in COMMANDS.items()]
     return "\n".join(["usage: python -m sgl_spec.bench COMMAND ...", *lines])
 
 

@@ -1,4 +1,4 @@
-"""A server of this package, started for a measurement and stopped behind it."""
+"""A server, started for a measurement and stopped behind it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from sgl_spec.args import ServerArgs
 from sgl_spec.errors import ConfigError
@@ -55,28 +55,57 @@ def own_server(flags: Sequence[str], timeout_s: float = 600.0) -> Iterator[OwnSe
     not ready within `timeout_s`. A SIGTERM meanwhile ends it too, at once.
     """
     command, port = _command(flags)
+    with _running(command, flags, port, timeout_s, "/health") as server:
+        yield server
+
+
+@contextlib.contextmanager
+def other_server(
+    command: Sequence[str], timeout_s: float = 600.0, health: str = "/health"
+) -> Iterator[OwnServer]:
+    """Any server that a command starts, in which {port} stands for the port it shall listen on. It
+    is ready when `health` answers 200; errors as of `own_server`."""
+    port = free_port()
+    words = [word.replace("{port}", str(port)) for word in command]
+    with _running(words, words, port, timeout_s, health) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _running(
+    command: Sequence[str], told: Sequence[str], port: int, timeout_s: float, health: str
+) -> Iterator[OwnServer]:
     before_signal = signal.signal(signal.SIGTERM, _leave)
     with tempfile.TemporaryDirectory(prefix="sgl-spec-bench-") as directory:
         log = Path(directory) / "server.log"
         before, start = _cache_entries(), time.perf_counter()
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        process = None
         try:
-            _wait(process, port, timeout_s, log)
+            with log.open("wb") as out:
+                process = _start(command, out)
+            _wait(process, port, timeout_s, log, health)
             seconds = time.perf_counter() - start
             entries = (before, _cache_entries())
-            started = Started(list(flags), seconds, str(triton_cache()), entries)
+            started = Started(list(told), seconds, str(triton_cache()), entries)
             yield OwnServer(f"http://{HOST}:{port}", process.pid, log, started)
         finally:
             stopped = isinstance(sys.exception(), SystemExit)
-            _stop(process, 0.0 if stopped else _STOP_S)
+            if process is not None:
+                _stop(process, 0.0 if stopped else _STOP_S)
             signal.signal(signal.SIGTERM, before_signal)
+
+
+def _start(command: Sequence[str], out: IO[bytes]) -> subprocess.Popen[Any]:
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise ConfigError(f"Cannot start {command[0]}: {error.strerror}.") from error
 
 
 def _leave(number: int, frame: object) -> NoReturn:
@@ -103,10 +132,15 @@ def _command(flags: Sequence[str]) -> tuple[list[str], int]:
         port = convert(declared(ServerArgs)["port"], text)
         _require_silence(port)
         return command, port
+    port = free_port()
+    return [*command, "--port", str(port)], port
+
+
+def free_port() -> int:
+    """A port on which nobody listened a moment ago."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
-        port = int(probe.getsockname()[1])
-    return [*command, "--port", str(port)], port
+        return int(probe.getsockname()[1])
 
 
 def _require_silence(port: int) -> None:
@@ -117,21 +151,23 @@ def _require_silence(port: int) -> None:
             raise ConfigError(f"Cannot start a server on --port {port}: another listens there.")
 
 
-def _wait(process: subprocess.Popen[Any], port: int, timeout_s: float, log: Path) -> None:
+def _wait(
+    process: subprocess.Popen[Any], port: int, timeout_s: float, log: Path, health: str
+) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise ConfigError(f"The server ended with code {process.returncode}:\n{end_of(log)}")
-        if _healthy(port):
+        if _healthy(port, health):
             return
         time.sleep(_POLL_S)
     raise ConfigError(f"The server was not ready within {timeout_s:g} s:\n{end_of(log)}")
 
 
-def _healthy(port: int) -> bool:
+def _healthy(port: int, path: str) -> bool:
     connection = http.client.HTTPConnection(HOST, port, timeout=5)
     try:
-        connection.request("GET", "/health")
+        connection.request("GET", path)
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False

@@ -13,7 +13,7 @@ import argparse
 import asyncio
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from itertools import cycle, islice
@@ -24,10 +24,10 @@ import orjson
 import torch
 import uvloop
 
-from sgl_spec.bench.client import Call, Target, ask, closed_loop
+from sgl_spec.bench.client import Call, Reply, Target, ask, closed_loop
 from sgl_spec.bench.own_server import OwnServer, own_server
 from sgl_spec.bench.report import provenance, say, table, write_row
-from sgl_spec.bench.streams import Level, level_of, read_answer
+from sgl_spec.bench.streams import Answer, Level, level_of, read_answer
 from sgl_spec.errors import ConfigError, SglSpecError
 
 BACKENDS = ("sgl-spec", "sglang", "openai")
@@ -43,12 +43,14 @@ _VLLM_ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """How every request is answered. more: laid over every body; objects within are merged."""
+    """How every request is answered. more: laid over every body; objects within are merged. seed:
+    of the first request's draws, rising by 1; None leaves it to the server."""
 
     max_tokens: int
     temperature: float
     ignore_eos: bool
     more: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
 
 
 class Backend:
@@ -70,9 +72,14 @@ class Backend:
         if kind != "openai":
             self._openai["return_spec_tokens_details"] = True
 
-    def call(self, line: dict[str, Any]) -> Call:
-        """The request for a line of a prompt file."""
+    def call(self, line: dict[str, Any], number: int = 0) -> Call:
+        """The request for a line of a prompt file, the `number`th of its level."""
         path, body = self._asked(line)
+        if self.workload.seed is not None:
+            seed = self.workload.seed + number
+            own = path == "/generate"
+            more = {"sampling_params": {"sampling_seed": seed}} if own else {"seed": seed}
+            body = _laid_over(body, more)
         return Call(path, _laid_over(body, self.workload.more))
 
     def _asked(self, line: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -134,6 +141,11 @@ def read_more(text: str) -> dict[str, Any]:
     return found
 
 
+async def model_of(target: Target) -> str:
+    """The first model that a server lists."""
+    return str((await _json(target, "/v1/models"))["data"][0]["id"])
+
+
 async def _json(target: Target, path: str) -> dict[str, Any]:
     reply = await ask(target, "GET", path)
     if reply.problem:
@@ -175,15 +187,20 @@ def read_levels(texts: Sequence[str], prompts: int) -> list[tuple[int, int]]:
     return levels
 
 
-async def run_level(backend: Backend, calls: Sequence[Call], concurrency: int) -> Level:
-    """One closed loop."""
+async def answers_to(backend: Backend, load: Awaitable[list[Reply]]) -> list[Answer]:
+    """What a load's replies say, with the rounds of servers that count them for all requests."""
     before = await backend.vllm_rounds()
-    replies = await closed_loop(backend.target, calls, concurrency)
-    answers = [read_answer(reply) for reply in replies]
+    answers = [read_answer(reply) for reply in await load]
     after = await backend.vllm_rounds()
     if before is not None and after is not None and after[0] > before[0]:
         answers[0].verified = int(after[0] - before[0])
         answers[0].emitted = after[0] - before[0] + after[1] - before[1]
+    return answers
+
+
+async def run_level(backend: Backend, calls: Sequence[Call], concurrency: int) -> Level:
+    """One closed loop."""
+    answers = await answers_to(backend, closed_loop(backend.target, calls, concurrency))
     return level_of(answers, concurrency, backend.workload.max_tokens)
 
 
@@ -211,7 +228,7 @@ async def run(options: argparse.Namespace, take: Take) -> list[Measured]:
     )
     model = options.model
     if model is None:
-        model = (await _json(target, "/v1/models"))["data"][0]["id"]
+        model = await model_of(target)
     backend = Backend(options.backend, target, workload, model)
     conditions = {
         "backend": options.backend,
@@ -222,8 +239,8 @@ async def run(options: argparse.Namespace, take: Take) -> list[Measured]:
     found = []
     for concurrency, count in levels:
         say(f"Concurrency {concurrency}: warming up, then {count} requests.")
-        conditions["flushed"] = await _warm_up(backend, warm, concurrency, options.flush_path)
-        calls = [backend.call(line) for line in prompts[:count]]
+        conditions["flushed"] = await warm_up(backend, warm, concurrency, options.flush_path)
+        calls = [backend.call(line, number) for number, line in enumerate(prompts[:count])]
         for again in (False, True)[: 1 + options.again]:
             found.append(Measured(await run_level(backend, calls, concurrency), again))
             for problem in found[-1].level.problems:
@@ -232,7 +249,7 @@ async def run(options: argparse.Namespace, take: Take) -> list[Measured]:
     return found
 
 
-async def _warm_up(
+async def warm_up(
     backend: Backend, prompts: Sequence[dict[str, Any]], concurrency: int, flush_path: str | None
 ) -> bool:
     """Serve some prompts at a level's concurrency, forget them; whether they could be forgotten."""

@@ -30,7 +30,9 @@ _END = b"[DONE]"
 @dataclass(slots=True)
 class Answer:
     """One request. arrivals: time of each chunk that brought tokens, and how many (0 where the
-    server tells only their total). emitted: tokens of rounds, verified: rounds; 0 if not told."""
+    server tells only their total). emitted: tokens of rounds, verified: rounds; 0 if not told.
+    histogram: entry i = rounds that kept exactly i draft tokens. ids: of the answer, where the
+    server tells them; text: the answer."""
 
     sent: float
     done: float
@@ -40,6 +42,9 @@ class Answer:
     counted: bool = True
     emitted: float = 0.0
     verified: int = 0
+    histogram: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
     simulated: float | None = None
     problem: str = ""
 
@@ -80,6 +85,8 @@ def _take(answer: Answer, event: bytes) -> bool:
     if meta is not None:
         answer.tokens = meta["completion_tokens"]
         answer.prompt_tokens = meta["prompt_tokens"]
+        answer.text = content.get("text", "")
+        answer.ids = content.get("output_ids") or []
         _take_spec(answer, meta)
         return False
     return _take_openai(answer, content)
@@ -93,7 +100,9 @@ def _take_openai(answer: Answer, content: dict[str, Any]) -> bool:
     _take_spec(answer, (content.get("sglext") or {}).get("spec_tokens_details") or {})
     answer.simulated = content.get("simulated_accept_length", answer.simulated)
     choice = (content.get("choices") or [{}])[0]
-    return bool(choice.get("text") or (choice.get("delta") or {}).get("content"))
+    text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+    answer.text += text
+    return bool(text)
 
 
 def _take_spec(answer: Answer, details: dict[str, Any]) -> None:
@@ -101,6 +110,7 @@ def _take_spec(answer: Answer, details: dict[str, Any]) -> None:
     if details.get("spec_verify_ct"):
         answer.verified = details["spec_verify_ct"]
         answer.emitted = details["spec_accept_length"] * answer.verified
+        answer.histogram = details.get("spec_correct_drafts_histogram") or []
 
 
 def _close(answer: Answer) -> None:
@@ -182,7 +192,7 @@ def level_of(answers: Sequence[Answer], concurrency: int, max_tokens: int) -> Le
         tokens_per_s=tokens / seconds,
         requests_per_s=len(good) / seconds,
         ttft_ms=spread([a.arrivals[0][0] - a.sent for a in good]),
-        tpot_ms=spread([_tpot(a) for a in good if a.tokens > 1]),
+        tpot_ms=spread([tpot(a) for a in good if a.tokens > 1]),
         itl_ms=spread(per_token) if counted else None,
         chunk_gap_ms=spread([gap for each in gaps for gap, _ in each]),
         tokens_per_chunk=tokens / sum(len(a.arrivals) for a in good) if counted else None,
@@ -198,5 +208,6 @@ def _gaps(answer: Answer) -> list[tuple[float, int]]:
     return [(when - before, count) for (before, _), (when, count) in pairs]
 
 
-def _tpot(answer: Answer) -> float:
+def tpot(answer: Answer) -> float:
+    """Seconds a token behind the first chunk."""
     return (answer.arrivals[-1][0] - answer.arrivals[0][0]) / (answer.tokens - 1)
