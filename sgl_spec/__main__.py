@@ -21,6 +21,7 @@ from sgl_spec.options import near
 COMMANDS = {
     "serve": ("sgl_spec.server.launch:run", "serve a model; flags alone mean this too"),
     "bench": ("sgl_spec.bench.__main__:main", "measure speed and acceptance"),
+    "experiment": ("sgl_spec.bench.__main__:experiment", "compare settings under loads"),
     "train": ("sgl_spec.training.__main__:main", "make training data, train and judge drafts"),
 }
 STOPPED = 130  # as a shell counts an end by Ctrl-C
@@ -70,12 +71,13 @@ def complete() -> None:
     commands = parser.add_subparsers()
     commands.add_parser("serve", parents=[ServerArgs.parser()], add_help=False)
     commands.add_parser("bench").add_argument("benchmark", choices=BENCHES)
+    commands.add_parser("experiment").add_argument("plan")
     commands.add_parser("train").add_argument("step", choices=TRAININGS)
     argcomplete.autocomplete(parser)
 
 
 def _usage() -> str:
-    lines = [f"  {name:8}{about}" for name, (_, about) in COMMANDS.items()]
+    lines = [f"  {name:12}{about}" for name, (_, about) in COMMANDS.items()]
     end = "Each has its --help. For completion in bash or zsh:"
     hint = '  eval "$(register-python-argcomplete sgl-spec)"'
     return "\n".join(["usage: sgl-spec COMMAND ...", *lines, end, hint, ""])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docs_commands import ROOT
 
 from sgl_spec.bench import tables
 from sgl_spec.bench.__main__ import main
@@ -56,6 +57,12 @@ def test_a_grid_without_what_changes_nothing(tmp_path: Path) -> None:
     assert [cell.id for cell in again] == [cell.id for cell in found]
     longer = cells(tmp_path, PLAN.replace("repeats", "max_tokens = 9\nrepeats"))
     assert not {cell.id for cell in longer} & {cell.id for cell in found}
+
+
+def test_the_example_is_a_plan() -> None:
+    file = ROOT / "examples" / "experiment.toml"
+    plan = read_plan(file)
+    assert len(cells_of(plan, file)) == 3 * 2 * 2 * plan.repeats
 
 
 def test_servers_that_are_not_ours_take_the_loads_alone(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def test_flags_and_values_complete(tmp_path: Path) -> None:
         ("serve --port 0", 2, "--port must be an integer from 1 to 65535, got 0."),
         ("--port 0 --model-path m", 2, "--port must be an integer from 1 to 65535, got 0."),
         ("bench --help", 0, "serving"),
+        ("experiment --help", 0, "PLAN.toml"),
         ("train --help", 0, "eagle3"),
     ],
 )
