@@ -64,6 +64,7 @@ def unsupported() -> str:
         "`messages`": schema.Message.unsupported,
         "content parts": schema.TextPart.unsupported,
         "`stream_options`": schema.StreamOptions.unsupported,
+        "`/v1/responses`": schema.Responses.unsupported,
         "`/start_profile`": schema.Profile.unsupported,
     }
     lines = ["| where | beside null | |", "|---|---|---|"]
@@ -84,6 +85,7 @@ TABLES = {
     "completions": fields(schema.Completions, but=OPENAI),
     "chat": fields(schema.Chat, but=OPENAI),
     "messages": fields(schema.Message),
+    "responses": fields(schema.Responses),
     "sampling": fields(schema.Sampling),
     "tokenize": fields(schema.Tokenize),
     "detokenize": fields(schema.Detokenize),

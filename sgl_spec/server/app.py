@@ -43,6 +43,7 @@ from sgl_spec.server.schema import (
     Detokenize,
     Generate,
     Profile,
+    Responses,
     Tokenize,
 )
 from sgl_spec.server.service import Service
@@ -61,7 +62,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _ROOT = f"""sgl-spec {sgl_spec.__version__}
 POST /generate {{"text": ..., "sampling_params": {{...}}}}
-POST /v1/chat/completions, /v1/completions; GET /v1/models (OpenAI)
+POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models (OpenAI)
 GET /health, /model_info, /server_info
 /docs shows every route and field, /openapi.json tells them to programs.
 """
@@ -124,6 +125,12 @@ async def completions(request: Request) -> Response:
 async def chat_completions(request: Request) -> Response:
     """OpenAI chat completions."""
     return await _answer(request, _service(request).chat)
+
+
+@router.post("/v1/responses", openapi_extra=_takes(Responses))
+async def responses(request: Request) -> Response:
+    """OpenAI responses, stateless."""
+    return await _answer(request, _service(request).responses)
 
 
 @router.get("/v1/models")
@@ -265,7 +272,7 @@ async def _on_bug(request: Request, error: Exception) -> Response:
     return reply
 
 
-BODIES = (Generate, Completions, Chat, Tokenize, Detokenize, AbortRequest, Profile)
+BODIES = (Generate, Completions, Chat, Responses, Tokenize, Detokenize, AbortRequest, Profile)
 
 
 def _openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:

@@ -172,8 +172,9 @@ def _raise_failure(output: Output) -> None:
 
 
 def event(value: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+    """One server-sent event, under its name where it has one (/v1/responses)."""
+    name = f"event: {value['type']}\n".encode() if "type" in value else b""
+    return name + b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 class EventStream(Response):

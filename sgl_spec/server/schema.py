@@ -16,8 +16,10 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     ModelWrapValidatorHandler,
+    Tag,
     ValidationError,
     WrapValidator,
     model_validator,
@@ -554,6 +556,150 @@ class Chat(OpenAI):
     def _one_budget(self) -> Self:
         self.same_meaning("max_tokens", "max_completion_tokens")
         return self
+
+
+class ItemText(Body):
+    """A part of the content of an item of `input`."""
+
+    unsupported = dict.fromkeys(("image_url", "file_id", "file_data", "file_url", "detail"), ())
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = Field(None, description="of an earlier answer")
+    logprobs: list[Any] | None = Field(None, description="of an earlier answer")
+
+
+class ItemMessage(Body):
+    """A message; `type` may be left out."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ItemText]
+    id: str | None = Field(None, description="of an earlier answer")
+    status: str | None = Field(None, description="of an earlier answer")
+    phase: str | None = Field(None, description="of an earlier answer")
+
+
+class ItemCall(CalledFunction):
+    """A call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    id: str | None = Field(None, description="of an earlier answer")
+    status: str | None = Field(None, description="of an earlier answer")
+
+
+class ItemResult(Body):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[ItemText]
+    id: str | None = Field(None, description="of the client")
+    status: str | None = Field(None, description="of the client")
+
+
+class ItemReasoning(Body):
+    """Reasoning of an earlier answer, which models are not shown again."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[Any] | None = None
+    content: list[Any] | None = None
+    encrypted_content: str | None = None
+    status: str | None = None
+
+
+def _item_type(item: Any) -> str | None:
+    return item.get("type") or "message" if isinstance(item, dict) else None
+
+
+Item = Annotated[
+    Annotated[ItemMessage, Tag("message")]
+    | Annotated[ItemCall, Tag("function_call")]
+    | Annotated[ItemResult, Tag("function_call_output")]
+    | Annotated[ItemReasoning, Tag("reasoning")],
+    Discriminator(
+        _item_type,
+        custom_error_type="words",
+        custom_error_message="Input should be an object of type message, function_call, "
+        "function_call_output or reasoning",
+    ),
+]
+
+
+class FlatFunction(Function):
+    """A function that may be called, as /v1/responses writes it."""
+
+    type: Literal["function"]
+
+
+class FlatChoice(Body):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Body):
+    """What the output must match."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    name: str | None = Field(None, description="a label")
+    description: str | None = Field(None, description="a label")
+    strict: bool | None = Field(None, description="output follows the schema in any case")
+
+
+class TextOptions(Body):
+    """How text is written."""
+
+    unsupported = {"verbosity": ("medium",)}
+    format: TextFormat | None = Field(None, description="constrained output")
+
+
+class Responses(Body):
+    """What /v1/responses takes. Nothing is stored: a call holds the whole conversation."""
+
+    unsupported = {
+        "background": (False,),
+        "context_management": ([],),
+        "conversation": (),
+        "include": ([],),
+        "max_tool_calls": (),
+        "moderation": (),
+        "previous_response_id": (),
+        "prompt": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": ("in_memory", "in-memory"),
+        "reasoning": ({},),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "stream_options": ({}, {"include_obfuscation": False}),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+
+    model: str | None = Field(
+        None, description="the served name, the model path or `default`; others are a 404"
+    )
+    input: str | list[Item] = Field(description="a text, or the items of the conversation")
+    instructions: str | None = Field(None, description="a system message in front")
+    max_output_tokens: request.NewTokens | None = Field(
+        None, description="0 or more. Without, all that the context (or a smaller KV pool) leaves"
+    )
+    temperature: request.Temperature | None = None
+    top_p: request.TopP | None = None
+    stream: bool = Field(False, description="server-sent events")
+    tools: list[FlatFunction] = Field([], description="functions that the model may call")
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = Field(
+        None, description="as in chats"
+    )
+    parallel_tool_calls: bool = Field(True, description="false: at most one call")
+    text: TextOptions = Field(default_factory=TextOptions, description="constrained output")
+    user: str | None = Field(None, description="a label")
+    safety_identifier: str | None = Field(None, description="a label")
+    prompt_cache_key: str | None = Field(None, description="a label")
+    metadata: Labels | None = Field(None, description="labels; the reply repeats them")
 
 
 class Profile(Body):

@@ -20,6 +20,7 @@ from sgl_spec.server.metrics import Metrics
 from sgl_spec.server.model_info import ModelInfo
 from sgl_spec.server.openai_protocol import (
     ChatPrompt,
+    chat_call,
     check_model,
     read_chat,
     read_completions,
@@ -28,8 +29,10 @@ from sgl_spec.server.openai_replies import ChatReplies, CompletionReplies
 from sgl_spec.server.output import Output, failure_of, simulation_mark
 from sgl_spec.server.protocol import GenerateReplies, read_generate
 from sgl_spec.server.requests import Made, RequestMaker, check_ids, encode, fresh_rid
+from sgl_spec.server.responses import NAMES as RESPONSES_NAMES
+from sgl_spec.server.responses import ResponsesReplies, as_chat
 from sgl_spec.server.sampling import SamplingDefaults
-from sgl_spec.server.schema import AbortRequest, Detokenize, Profile, Tokenize
+from sgl_spec.server.schema import AbortRequest, Detokenize, Profile, Responses, Tokenize
 from sgl_spec.server.tokenizer import ServerTokenizer
 
 PROBE_TIMEOUT_S = 20.0
@@ -103,6 +106,19 @@ class Service:
         made = await self._maker.make(call.asked, call.rid, stream=call.stream)
         replies = ChatReplies(call, made, self.names[0], **self._reports)
         return self._run(made, replies), call.stream
+
+    async def responses(self, body: object) -> tuple[Run, bool]:
+        """/v1/responses: the run, and whether to stream it."""
+        fields = Responses.read(body)
+        call = chat_call(as_chat(fields), self._defaults, self.names, self._render, self._talk)
+        (asked,) = call.asked
+        if asked.sampling.get("grammar_field") == "response_format":
+            asked.sampling["grammar_field"] = "text.format"
+        asked = msgspec.structs.replace(asked, where="input", names=RESPONSES_NAMES)
+        made = await self._maker.make([asked], None, stream=fields.stream)
+        assert call.reader is not None
+        replies = ResponsesReplies(fields, made, self.names[0], call.reader)
+        return self._run(made, replies), fields.stream
 
     def _run(self, made: Made, replies: Replies) -> Run:
         tokenizer, simulated = self._tokenizer.tokenizer, self.args.simulate_acc_len

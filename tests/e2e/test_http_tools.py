@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP: the `openai` client, the embedded model, and speculation.
+"""Tools, reasoning and /v1/responses: the `openai` client, the embedded model, and speculation.
 
 Grammars hold what must be a call, whatever the model thinks of it.
 """
@@ -189,3 +189,88 @@ def test_reasoning_is_apart_from_content(client: openai.OpenAI, stream: bool) ->
         assert (message.reasoning_content, message.content) == ("Hm, yes.", "Yes.")
         whole = ask(client, tools=[], extra_body=text | {"separate_reasoning": False})
         assert whole.choices[0].message.content == "<think>\nHm, yes.\n</think>\n\nYes."
+
+
+FLAT: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+def respond(client: openai.OpenAI, **how: Any) -> Any:
+    how = {"model": MODEL, "input": "Say something.", "max_output_tokens": 12} | how
+    return client.responses.create(**how)
+
+
+def test_a_response_is_the_chats_answer(client: openai.OpenAI) -> None:
+    chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi."}]
+    text = ask(client, messages=chat, tools=[], temperature=0, max_tokens=12)
+    reply = respond(client, instructions="Be kind.", input="Hi.", temperature=0)
+    assert reply.output_text == text.choices[0].message.content
+    assert (reply.status, reply.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert reply.usage.input_tokens == text.usage.prompt_tokens
+    assert reply.usage.total_tokens == text.usage.total_tokens
+    assert (reply.store, reply.model, reply.instructions) == (False, text.model, "Be kind.")
+
+
+def test_a_response_is_parsed_into_a_model(client: openai.OpenAI) -> None:
+    reply = client.responses.parse(
+        model=MODEL, input="Paris", text_format=City, max_output_tokens=200, temperature=0
+    )
+    assert isinstance(reply.output_parsed, City)
+    assert reply.status == "completed"
+
+
+def test_responses_call_and_take_results(client: openai.OpenAI) -> None:
+    named = {"type": "function", "name": "Now"}
+    first = respond(client, tools=FLAT, tool_choice=named)
+    (call,) = first.output
+    assert (call.type, call.name, call.status) == ("function_call", "Now", "completed")
+    assert json.loads(call.arguments) == {}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "noon"}
+    history = [{"role": "user", "content": "When?"}, *first.output, result]
+    second = respond(client, tools=FLAT, input=history)
+    assert second.output[0].type == "message"
+    third = [*history, *second.output, {"role": "user", "content": "Thanks."}]
+    assert respond(client, input=third).output_text
+
+
+def test_the_events_of_a_response(client: openai.OpenAI) -> None:
+    """The client itself adds them up, and checks their order."""
+    named = {"type": "function", "name": "Now"}
+    said = {"type": "json_schema", "name": "x", "schema": {"const": "One, two."}}
+    for how in (
+        {"text": {"format": said}},
+        {"temperature": 0, "tools": FLAT, "tool_choice": named},
+    ):
+        whole = respond(client, **how)
+        with client.responses.stream(
+            model=MODEL, input="Say something.", max_output_tokens=12, **how
+        ) as stream:
+            events = list(stream)
+            final = stream.get_final_response()
+        kinds = [event.type for event in events]
+        assert kinds[:2] == ["response.created", "response.in_progress"]
+        assert kinds[-1] == f"response.{whole.status}"
+        assert [event.sequence_number for event in events] == [*range(len(events))]
+        assert final.output_text == whole.output_text
+        assert [item.type for item in final.output] == [item.type for item in whole.output]
+
+
+BAD_RESPONSES: list[tuple[dict[str, Any], str]] = [
+    ({"input": []}, "input"),
+    ({"input": [{"type": "image"}]}, "input"),
+    ({"input": [{"role": "user", "content": "a", "x": 1}]}, "input[0].x"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"store": True}, "store"),
+    ({"max_output_tokens": 10**6}, "max_output_tokens"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
+        "text.format",
+    ),
+]
+
+
+@pytest.mark.parametrize(("how", "param"), BAD_RESPONSES)
+def test_what_no_response_can_hold(client: openai.OpenAI, how: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        respond(client, **how)
+    assert caught.value.body["param"] == param  # type: ignore[index, call-overload]

@@ -40,6 +40,16 @@ LEAST: dict[type[Body], dict[str, Any]] = {
     schema.Function: {"name": "f"},
     schema.ToolChoice: {"type": "function", "function": {"name": "f"}},
     schema.StreamOptions: {},
+    schema.Responses: {"input": "a"},
+    schema.ItemMessage: USER,
+    schema.ItemText: {"type": "input_text", "text": "a"},
+    schema.ItemCall: {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+    schema.ItemResult: {"type": "function_call_output", "call_id": "1", "output": "a"},
+    schema.ItemReasoning: {"type": "reasoning"},
+    schema.FlatFunction: {"type": "function", "name": "f"},
+    schema.FlatChoice: {"type": "function", "name": "f"},
+    schema.TextFormat: {"type": "text"},
+    schema.TextOptions: {},
     schema.ResponseFormat: {"type": "text"},
     schema.NamedSchema: {"schema": {}},
     schema.DraftLimit: {"max_draft_tokens": 1},
@@ -54,7 +64,7 @@ VALUES: tuple[Any, ...] = (
     *({}, {"a": "x"}, {"5": 1}, {"5": True}, {"05": 1}, {"max_draft_tokens": 3}, USER, [USER]),
 )
 # Checks that JSON Schema cannot tell, or that look at two fields.
-BEYOND_SCHEMA = {"logit_bias", "type", "json_schema"}
+BEYOND_SCHEMA = {"logit_bias", "type", "json_schema", "arguments"}
 FIELDS = [
     pytest.param(model, name, id=f"{model.__name__}.{name}")
     for model in LEAST
