@@ -48,10 +48,14 @@ def home(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+# What may lead to this checkout, where something by the name of the wheel lies already.
+ALONE = {"PYTHONPATH": ""}
+
+
 def pip(*words: str) -> None:
     """Run pip without an index."""
     command = [sys.executable, "-m", "pip", *words, "--no-index", "--no-deps", "--quiet"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | ALONE, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -72,7 +76,7 @@ def served(home: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterat
     flags = ["--model-path", "smollm2", "--port", str(port)]
     algorithm = ["--speculative-algorithm", request.param, "--skip-server-warmup"]
     command = [str(home / "bin" / "sgl-spec"), *flags, *algorithm]
-    server = start_command(tmp_path, command, port, cwd=tmp_path, PYTHONPATH="")
+    server = start_command(tmp_path, command, port, cwd=tmp_path, **ALONE)
     yield server
     server.kill()
 
@@ -94,7 +98,7 @@ def test_is_not_the_checkout(home: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [home / "bin" / "python", "-c", script],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": ""},
+        env=os.environ | ALONE,
         capture_output=True,
         text=True,
         check=True,
