@@ -38,8 +38,8 @@ IGNORED = {
         weight-loader-disable-mmap! weight-loader-prefetch-checkpoints!
         weight-loader-drop-cache-after-load! weight-loader-prefetch-num-threads
     """,
-    "tokenizing is done in the API process": "tokenizer-worker-num",
-    "texts are tokenised one by one": """
+    "texts are tokenised one by one, in the API process": """
+        tokenizer-worker-num
         enable-tokenizer-batch-encode! disable-tokenizer-batch-decode!
         enable-dynamic-batch-tokenizer! dynamic-batch-tokenizer-batch-size
         dynamic-batch-tokenizer-batch-timeout detokenizer-worker-num batch-notify-size
@@ -49,12 +49,9 @@ IGNORED = {
         speculative-attention-mode
     """,
     "there is one sampling path": "sampling-backend",
-    "slots are reserved exactly, there is no estimate": "schedule-conservativeness",
-    "prefill chunks and rounds alternate": "enable-mixed-chunk!",
-    "the scheduler looks for requests every round": """
-        num-continuous-decode-steps scheduler-recv-interval
-    """,
     "the scheduler reserves slots exactly and alternates prompt chunks and rounds": """
+        schedule-conservativeness enable-mixed-chunk! num-continuous-decode-steps
+        scheduler-recv-interval
         enable-prefill-delayer! prefill-max-requests prefill-delayer-max-delay-passes
         prefill-decode-interval prefill-delayer-token-usage-low-watermark
         prefill-delayer-queue-min-ratio prefill-delayer-max-delay-ms num-reserved-decode-tokens
@@ -99,7 +96,7 @@ IGNORED = {
         bucket-inter-token-latency+ bucket-e2e-request-latency+ prompt-tokens-buckets+
         generation-tokens-buckets+ tokenizer-metrics-allowed-custom-labels+
     """,
-    "no files are stored": "file-storage-path",
+    "no files are stored": "file-storage-path disable-outlines-disk-cache!",
     "the prefixes used longest ago go first": "radix-eviction-policy",
     "prompt chunks read the KV pool in place": "disable-chunked-prefix-cache!",
     "there is one KV pool, for all layers alike": """
@@ -125,9 +122,6 @@ IGNORED = {
     """,
     "no corpus is read": "speculative-ngram-external-corpus-max-tokens",
     "where processes run is the system's affair: numactl and taskset": "numa-node+ gc-threshold+",
-    "grammars are compiled by llguidance, with nothing kept on disk": """
-        disable-outlines-disk-cache!
-    """,
 }
 
 # Refused, but for the values that are written here.
