@@ -13,7 +13,7 @@ COMMANDS = {
     "experiment": "a grid of settings and loads from a file: tables and plots",
     "accept": "accept length of a drafter on Spec-Bench, by group and tree shape",
     "kernels": "every device kernel beside its floor and torch, on a GPU",
-    "ngram": "time and memory of the n-gram drafter, per round",
+    "ngram": "accept length and host time of the n-gram trie, over recorded texts",
     "offline": "tokens per second of the engine by task, beside transformers",
     "serving": "load client: tokens per second, first token, inter-token latencies of a server",
     "round": "a round beside its floor, and what takes its time",

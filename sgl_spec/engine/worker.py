@@ -43,6 +43,7 @@ from sgl_spec.request import Logprobs
 from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.base import DraftBatch, Drafter, settle
 from sgl_spec.speculative.grammar import Constraint, mask_tree, token_masks
+from sgl_spec.speculative.ngram import NgramDrafter
 from sgl_spec.speculative.propose import require_sampled
 from sgl_spec.speculative.prune import MIN_GAIN, bounded, keep_nodes
 from sgl_spec.speculative.rules import AcceptanceRule, FollowRule
@@ -128,6 +129,8 @@ class Worker:
         if req.constraint is not None:
             self._constraints[row] = req.constraint
         self.follower.open(row, req.held.committed_len)
+        if isinstance(self.drafter, NgramDrafter):
+            self.drafter.expect(row, len(req.ids) + req.remaining)
         self.logprobs.open(req)
         self.sampling.open(req)
 

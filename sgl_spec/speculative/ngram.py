@@ -1,11 +1,11 @@
 """NGRAM: drafts copied from what this server has read and written, over all requests.
 
-Prompts and outputs go into one trie (`trie.py`); the trees continue the longest suffixes of each
-text that the trie knows (`ngram_tree.py`), and every node carries a learned estimate of its
-acceptance (`ngram_scores.py`), by which the engine drops the nodes that do not pay for themselves.
-A request whose drafts keep being dropped is probed now and then, so that it can come back. When
-nothing of a batch's proposals is verified the drafter rests for a few rounds, because looking up
-and inserting cost a few percent of a small batch's round.
+Prompts and outputs go into one trie (`sgl_spec_kernels.ngram_ref`), which lies where the target
+does and yields a tree of what followed the longest suffixes of each text. Every node carries a
+learned chance (`ngram_scores`), by which the engine drops the nodes that do not pay for themselves.
+
+This is the host's side: where the texts stand in the trie's log. Rounds that live on a device do
+the rest there (`engine.cuda.ngram_round`); for others this is an ordinary drafter.
 """
 
 from __future__ import annotations
@@ -16,338 +16,254 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from sgl_spec.errors import ConfigError
+from sgl_spec.layers.transfer import on_device
 from sgl_spec.speculative.base import DraftBatch, Drafter, DrafterContext, register_drafter
-from sgl_spec.speculative.ngram_candidates import Draft
-from sgl_spec.speculative.ngram_memo import ProposalMemo
-from sgl_spec.speculative.ngram_options import NgramOptions
-from sgl_spec.speculative.ngram_queue import InsertQueue, Job, join
-from sgl_spec.speculative.ngram_scores import AcceptanceModel
-from sgl_spec.speculative.ngram_tree import Texts, TreeBuilder
-from sgl_spec.speculative.tree import AcceptResult, TokenTree, root_only
-from sgl_spec.speculative.trie import NgramTrie, Piece
+from sgl_spec.speculative.ngram_scores import NgramScores, scores
+from sgl_spec.speculative.tree import AcceptResult, TokenTree
+from sgl_spec_kernels import ngram_ref
+from sgl_spec_kernels.ngram_ref import (
+    FIRST,
+    GRAMS,
+    MOST_MATCHED,
+    NgramTrees,
+    ngram_trees,
+    token_index,
+)
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
-Bools = npt.NDArray[np.bool_]
 
-ROUND_TOKENS = 132  # a round inserts outputs first, then queued prompts up to this many tokens
-MIN_SLICE = 12  # but always so many of the queue
-MAX_GAIN = 40  # tokens that one text may have gained in a round without being queued
-MAX_REST = 3  # rounds without a proposal after proposals of which nothing was worth verifying
-_PROBE_GAP = 32  # rounds without a verified draft until a request is probed; doubles if in vain
-_MAX_PROBE_GAP = 512
-_PROBE_SHARE = 16  # at most one request in so many (and at least one) is probed in a round
+_REFRESH = 16  # judged rounds after which chances are computed again
+_MOST_PLACES = 1 << 26  # that a log has for growing texts, four bytes each
+
+
+@dataclass(frozen=True, slots=True)
+class NgramOptions:
+    """num_draft_tokens: nodes of a tree, root included. max_trie_depth: longest n-gram, the token
+    that is drafted included. min_bfs_breadth, max_bfs_breadth: of how many places the tree is made
+    where the match is the longest and where it is the shortest, linear between. match_type: of
+    equal matches the latest (BFS) or the commonest (PROB) continuation comes first. capacity: most
+    n-grams, rounded up to a power of two."""
+
+    num_draft_tokens: int = 12
+    max_trie_depth: int = 18
+    min_bfs_breadth: int = 1
+    max_bfs_breadth: int = 10
+    match_type: str = "BFS"
+    capacity: int = 10_000_000
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.num_draft_tokens <= 64:
+            raise ConfigError(f"NGRAM draft tokens must be 2 to 64, got {self.num_draft_tokens}")
+        if not 2 <= self.max_trie_depth <= 64:
+            raise ConfigError(f"NGRAM trie depth must be 2 to 64, got {self.max_trie_depth}")
+        if not 1 <= self.min_bfs_breadth <= self.max_bfs_breadth:
+            raise ConfigError(
+                "NGRAM needs 1 <= min BFS breadth <= max BFS breadth, got "
+                f"{self.min_bfs_breadth} and {self.max_bfs_breadth}"
+            )
+        if self.match_type not in ("BFS", "PROB"):
+            raise ConfigError(f"NGRAM match type must be BFS or PROB, got {self.match_type!r}")
+        if not 1024 <= self.capacity < 1 << 30:
+            raise ConfigError(f"NGRAM capacity must be 1024 to 2^30 - 1, got {self.capacity}")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest match that is told from shorter ones."""
+        longest: int = min(self.max_trie_depth - 1, MOST_MATCHED)
+        return longest
+
+    def breadth(self) -> Tensor:
+        """[MOST_MATCHED + 1] int32, see `TokenIndex`."""
+        slope = (self.max_bfs_breadth - self.min_bfs_breadth) / max(self.longest - 1, 1)
+        left = (self.longest - torch.arange(MOST_MATCHED + 1)).clamp(min=0)
+        breadth: Tensor = (left * slope).int() + self.min_bfs_breadth
+        return breadth
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSize:
+    """tokens: that the log has places for. grams: n-grams that the table has entries for."""
+
+    tokens: int
+    grams: int
+
+    @classmethod
+    def of(cls, capacity: int, width: int, rows: int) -> IndexSize:
+        """capacity: n-grams to be kept. width: most tokens of a text. rows: texts that grow at the
+        same time: each has places for all that it may come to, and one more is about to begin;
+        beyond _MOST_PLACES they take each other's."""
+        kept = max(capacity // GRAMS, 2 * width)
+        growing = min((rows + 1) * (width + 1), _MOST_PLACES)
+        return cls(max(kept, growing) + FIRST, GRAMS * kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of such an index, at most."""
+        return 4 * self.tokens + 2 * 4 * self.grams
 
 
 @dataclass(slots=True)
 class _Totals:
-    """Counts since the last flush: trees asked for, those with a draft, drafted nodes verified
-    under an accepted parent, those accepted, probes."""
+    """Counts since the last flush: trees asked for, those with a draft, drafts verified, those
+    accepted, tokens entered."""
 
-    proposed: int = 0
+    asked: int = 0
     matched: int = 0
-    tried: int = 0
+    verified: int = 0
     accepted: int = 0
-    probes: int = 0
-
-
-@dataclass(slots=True)
-class _PutOff:
-    """What `settle` has to do. outcome: what became of the drafts of some rows. draft: the rows'
-    next drafts, which take their place, and the batch that they were proposed for. gained: rows
-    whose new tokens are to be inserted."""
-
-    outcome: tuple[Ints, TokenTree, AcceptResult] | None = None
-    draft: tuple[Ints, Draft] | None = None
-    gained: Ints | None = None
-    proposed: DraftBatch | None = None
-
-    def is_later(self, batch: DraftBatch) -> bool:
-        """Whether the drafts are of a round that comes after the one of `batch`: every request
-        that goes on has then gained a token."""
-        mine = self.proposed
-        return mine is not None and not np.array_equal(mine.lengths, batch.lengths)
+    entered: int = 0
 
 
 class NgramDrafter:
-    """The drafter; see the module. All state per request sits in arrays by row."""
+    """The drafter; see the module. num_rows: request rows. width: most tokens of a text.
 
-    def __init__(self, num_rows: int, options: NgramOptions, *, seed: int | None = None) -> None:
-        """num_rows: request rows. seed: fixes the trie's hash, for tests."""
-        self.options = options
-        by_prob = options.match_type == "PROB"
-        self.trie = NgramTrie(
-            options.max_trie_depth, options.capacity, rank_by_count=by_prob, seed=seed
+    index: what rounds on the device read and extend. Its table has no salt: where tenants must not
+    see each other's texts, what they hash with goes to the start of every sum in
+    `ngram_ref._records`, beside the text's own.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        options: NgramOptions,
+        width: int,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> None:
+        self.options, self.nodes, self.device = options, options.num_draft_tokens, device
+        size = IndexSize.of(options.capacity, width, num_rows)
+        self.index = token_index(
+            size.tokens,
+            size.grams,
+            num_rows + 1,
+            self.nodes,
+            device,
+            longest=options.longest,
+            by_count=options.match_type == "PROB",
         )
-        self.model = AcceptanceModel(num_rows)
-        self._builder = TreeBuilder(
-            self.trie,
-            self.model,
-            options.num_draft_tokens,
-            options.breadth(),
-            by_chance=by_prob,
-        )
-        self._memo = ProposalMemo(num_rows, options.num_draft_tokens)
-        self._queue = InsertQueue(num_rows, options.max_trie_depth)
-        self._given = np.zeros(num_rows, np.int64)  # tokens of the row's text queued or inserted
-        self._tails = np.zeros(num_rows, np.int64)  # log position of the last of them
-        self._suffixes = np.zeros((num_rows, options.max_trie_depth - 1), np.int64)
-        self._suffixes_at = np.full(
-            num_rows, -1, np.int64
-        )  # the trie's clock when they were looked up
-        self._tried_at = np.zeros(num_rows, np.int64)  # round of the last verified draft or probe
-        self._gap = np.full(num_rows, _PROBE_GAP)
-        self._round = 0
-        self._in_vain = 0  # proposals in a row of which nothing was verified
-        self._rest = 0  # rounds to go without a proposal
-        self._asked = False  # for the trees of the round that is observed next
-        self._owed = np.zeros(num_rows, np.int64)  # length of a text whose end is not yet given
-        self._texts: Ints32 | None = None  # where the owed texts stand
-        self._put_off = _PutOff()
-        self._fresh_prompt = False  # one was queued while nothing else was
+        self.index.breadth.copy_(options.breadth())
+        self._places = size.tokens
+        self.scores = NgramScores(self.index)
+        self._ops = ngram_ref
+        self._starts = np.full(num_rows + 1, FIRST, dtype=np.int64)
+        self._most = np.full(num_rows, width)  # tokens that a row's text may come to
+        self._head = FIRST
+        self._growing: dict[int, tuple[int, int]] = {}  # begin and end of the spans of such texts
+        self._writes: list[tuple[int, Ints32]] = []  # where texts begin, and their tokens
+        self._judged = 0  # rounds since chances were computed
+        self._proposed: tuple[DraftBatch, NgramTrees] | None = None
         self._totals = _Totals()
 
-    # ---- the protocol
+    # --- the texts --------------------------------------------------------------------------------
+
+    def expect(self, row: int, most: int) -> None:
+        """The text in a row that is about to begin may come to so many tokens."""
+        self._most[row] = most
 
     def begin(self, row: int, tokens: Ints32, known: int) -> None:
-        """See `Drafter`. Queues the tokens from `known` on; `settle` inserts a first slice, so that
-        a short prompt can be copied from the first round on."""
-        self._forget(row)
-        self._in_vain = self._rest = 0
-        self._given[row] = len(tokens)
-        if known < len(tokens):
-            self._fresh_prompt |= not self._queue.pending
-            self._queue.add(row, tokens, known, 0)
+        """See `Drafter`. The text gets a place of its own, also where it was known before."""
+        most = max(int(self._most[row]), len(tokens))
+        start = self._reserve(most + 2 * self.nodes)  # rounds may run ahead of its end
+        self._starts[row], self._growing[row] = start, (start, self._head)
+        self._writes.append((start, tokens.copy()))
+        self._totals.entered += len(tokens)
 
-    def propose(self, batch: DraftBatch) -> TokenTree:
-        """See `Drafter`."""
-        self._asked = True
-        if self._rest:
-            return root_only(torch.from_numpy(batch.roots()))
-        rows, texts = batch.rows, self._texts_of(batch)
-        draft = self._builder.build(texts)
-        self._put_off.draft, self._put_off.proposed = (rows, draft), batch
-        self._suffixes[rows] = draft.suffixes
-        in_log = (texts.tails >= 0) & (texts.logged == texts.lengths)
-        self._suffixes_at[rows[in_log]] = self.trie.log.clock
-        self._note_probes(rows[texts.probes & (draft.num_nodes > 1)])
-        self._totals.proposed += int((batch.max_nodes > 1).sum())
-        self._totals.matched += int((draft.num_nodes > 1).sum())
-        return _tree(draft)
+    def _reserve(self, size: int) -> int:
+        """A span of the log, and a place that stays empty behind it; the oldest texts go, those
+        that grow last of all."""
+        start = self._room(size + 1)
+        self._head = start + size + 1
+        self.index.log[start : self._head].zero_()
+        return start
 
-    def look(self, batch: DraftBatch) -> TokenTree:
-        """See `Looks`. Who looks asks for proposals only where there is something, so a rest
-        ends."""
-        self._in_vain = self._rest = 0
-        return _tree(self._builder.build(self._texts_of(batch)))
+    def _room(self, size: int) -> int:
+        """The next place with so many behind it that no growing text has; where there is none, the
+        next one all the same."""
+        spans, last = sorted(self._growing.values()), self._places - size
+        first: int = self._head if self._head <= last else FIRST
+        for start in (first, FIRST):
+            free: int = start
+            for begin, end in spans:
+                if begin < free + size and free < end:
+                    free = end
+            if free <= last:
+                return free
+        return first
 
-    def _texts_of(self, batch: DraftBatch) -> Texts:
-        """What the trees of a batch continue."""
-        rows = batch.rows
-        windows, known = self._windows(batch.tokens, rows, batch.lengths - 1, -1)
-        given = self._given[rows]
-        begun = ~self._queue.queued[rows] & (given > 0) & (given <= batch.lengths)
-        return Texts(
-            rows=rows,
-            windows=windows,
-            known=known,
-            tails=np.where(begun, self._tails[rows], -1),
-            tokens=batch.tokens,
-            lengths=batch.lengths,
-            logged=given,
-            max_nodes=batch.max_nodes,
-            probes=self._due_probes(batch),
-        )
-
-    def observe(self, batch: DraftBatch, tree: TokenTree, accepted: AcceptResult) -> None:
-        """See `Drafter`. `settle` learns from the verified nodes and inserts the new tokens."""
-        late = self._put_off.is_later(batch)
-        if not late:
-            self.settle()
-        if tree.width > 1:
-            self._put_off.outcome = batch.rows, tree, accepted
-        if self._asked and not late:
-            self._plan_rest(tree.width > 1)
-            self._asked = False
-        ends = batch.lengths + accepted.counts.numpy(force=True)
-        self._owed[batch.rows], self._texts = ends, batch.tokens
-        if self._queue.pending or not self._rest:
-            self._put_off.gained = batch.rows
-        self._round += 1
-
-    def settle(self) -> None:
-        """See `DefersWork`. Most of the drafter's time: proposals may be a round behind with what
-        was accepted and with what stands in the trie."""
-        todo, self._put_off = self._put_off, _PutOff()
-        fresh, self._fresh_prompt = self._fresh_prompt, False
-        if todo.outcome is not None:
-            self._learn(*todo.outcome)
-        if todo.draft is not None:
-            self._memo.keep(*todo.draft)
-        if todo.gained is not None and self._texts is not None:
-            self._insert(todo.gained, self._texts)
-        elif fresh:
-            self._insert_slices(self._queue.slices(ROUND_TOKENS), None)
+    def sync(self) -> None:
+        """Bring the index up to date with what the host knows, in the order of the stream."""
+        if self._writes:
+            writes, self._writes = self._writes, []
+            self.index.starts.copy_(on_device(self._starts, self.device))
+            sizes = [len(tokens) for _, tokens in writes]
+            starts = np.repeat([start for start, _ in writes], sizes)
+            places = np.concatenate([np.arange(at, at + len(tokens)) for at, tokens in writes])
+            tokens = np.concatenate([tokens for _, tokens in writes]) + 1
+            at = on_device(places, self.device)
+            self.index.log.index_copy_(0, at, on_device(tokens, self.device))
+            self._ops.enter(self.index, at, on_device(starts, self.device))
+        if self._judged >= _REFRESH:
+            self._judged = 0
+            self.scores.refresh()
 
     def finish(self, row: int) -> None:
-        """See `Drafter`. What is queued or owed of the row's text is still inserted."""
-        if self._texts is not None:
-            self._queue_rest(row, self._texts[row, : self._owed[row]])
-        self._forget(row)
+        """See `Drafter`: the text stays until its place is needed."""
+        self._growing.pop(row, None)
 
     def flush(self) -> None:
         """See `Drafter`."""
-        self.trie.clear()
-        self.model.clear()
-        for row in range(self._given.size):
-            self._forget(row)
-        self._queue.clear()
-        self._in_vain = self._rest = 0
-        self._asked = False
-        self._texts, self._put_off = None, _PutOff()
-        self._fresh_prompt = False
+        self.index.clear()
+        self.scores.refresh()
+        self._head, self._judged = FIRST, 0
+        self._writes.clear()
+        self._proposed = None
         self._totals = _Totals()
 
+    # --- rounds that the host leads ---------------------------------------------------------------
+
+    def propose(self, batch: DraftBatch) -> TokenTree:
+        """See `Drafter`."""
+        self.sync()
+        trees = ngram_trees(len(batch.rows), self.nodes, self.device)
+        columns = (batch.rows, batch.lengths, batch.roots(), batch.max_nodes)
+        rows, lengths, roots, most = (on_device(column, self.device) for column in columns)
+        self._ops.propose(self.index, rows, lengths, roots, most, trees)
+        self._proposed = batch, trees
+        self._totals.asked += len(batch.rows)
+        self._totals.matched += int((trees.drafted > 1).sum())
+        return TokenTree(trees.tokens, trees.parents, trees.num_nodes, scores(trees.costs))
+
+    def observe(self, batch: DraftBatch, tree: TokenTree, accepted: AcceptResult) -> None:
+        """See `Drafter`."""
+        given = (batch.rows, batch.lengths, accepted.tokens, accepted.counts)
+        rows, lengths, tokens, counts = (on_device(each, self.device) for each in given)
+        places, starts = (torch.empty(tokens.numel(), dtype=torch.int64) for _ in range(2))
+        self._ops.keep(self.index, rows, lengths, tokens, counts, places, starts)
+        self._ops.enter(self.index, places, starts)
+        proposed, self._proposed = self._proposed, None
+        if proposed is not None and np.array_equal(proposed[0].lengths, batch.lengths):
+            self._ops.judge(self.index, proposed[1], tokens, counts)
+        self.note(int(tree.num_nodes.sum()) - tree.batch, int(accepted.counts.sum()), tree.batch)
+
+    def note(self, verified: int, emitted: int, requests: int) -> None:
+        """A round is over: drafts that it verified, tokens that it emitted."""
+        self._judged += 1
+        self._totals.verified += verified
+        self._totals.accepted += emitted - requests
+        self._totals.entered += emitted
+
     def stats(self) -> dict[str, float]:
-        """Trie size and memory; tokens in the queue, and all that wait to be inserted; what became
-        of the drafts since the last flush."""
+        """Tokens and memory of the index; what became of the drafts since the last flush."""
         totals = self._totals
         return {
-            "trie_nodes": self.trie.num_nodes,
-            "trie_bytes": self.trie.num_bytes,
-            "trie_evicted": self.trie.nodes.evicted,
-            "queued_tokens": self._queue.pending,
-            "pending_tokens": self._queue.pending + self._num_owed(),
-            "dropped_tokens": self._queue.dropped,
-            "match_rate": totals.matched / max(1, totals.proposed),
-            "acceptance_rate": totals.accepted / max(1, totals.tried),
-            "probes": totals.probes,
+            "index_tokens": min(totals.entered, self._places - FIRST),
+            "index_bytes": self.index.nbytes,
+            "match_rate": totals.matched / max(1, totals.asked),
+            "acceptance_rate": totals.accepted / max(1, totals.verified),
         }
-
-    def _num_owed(self) -> int:
-        return int(np.maximum(self._owed - self._given, 0).sum())
-
-    def _plan_rest(self, verified: bool) -> None:
-        """Count a rest down, or begin one: the longer, the more proposals in a row were in vain."""
-        if verified:
-            self._in_vain = self._rest = 0
-        elif self._rest:
-            self._rest -= 1
-        else:
-            self._in_vain += 1
-            self._rest = min(self._in_vain, MAX_REST)
-
-    # ---- rows
-
-    def _forget(self, row: int) -> None:
-        """The row belongs to no request, or to a new one."""
-        self._queue.forget(row)
-        self._memo.forget(row)
-        self.model.start(row)
-        self._given[row] = 0
-        self._owed[row] = 0
-        self._tails[row] = 0
-        self._suffixes_at[row] = -1
-        self._tried_at[row] = self._round
-        self._gap[row] = _PROBE_GAP
-
-    def _windows(
-        self, texts: Ints32, rows: Ints, ends: Ints, shorter: int = 0
-    ) -> tuple[Ints32, Ints]:
-        """[m, depth + shorter] tokens that end at column `ends` of `rows`, newest first, and how
-        many of them exist."""
-        depth = self.options.max_trie_depth + shorter
-        columns = np.maximum(ends[:, None] - np.arange(depth), 0)
-        at = columns + (rows * texts.shape[1])[:, None]
-        return texts.reshape(-1).take(at), np.minimum(ends + 1, depth)
-
-    # ---- probes
-
-    def _due_probes(self, batch: DraftBatch) -> Bools:
-        """[B] requests to probe: those that have waited longest beyond their gap, a few at a
-        time."""
-        over = self._round - self._tried_at[batch.rows] - self._gap[batch.rows]
-        over[batch.max_nodes < 2] = -1
-        due: Bools = over >= 0
-        limit = max(1, over.size // _PROBE_SHARE)
-        if due.sum() > limit:
-            chosen = np.argsort(-over, kind="stable")[:limit]
-            due = np.zeros_like(due)
-            due[chosen] = True
-        return due
-
-    def _note_probes(self, rows: Ints) -> None:
-        self._tried_at[rows] = self._round
-        self._gap[rows] = np.minimum(self._gap[rows] * 2, _MAX_PROBE_GAP)
-        self._totals.probes += rows.size
-
-    # ---- learning
-
-    def _learn(self, rows: Ints, tree: TokenTree, accepted: AcceptResult) -> None:
-        """Credit the verified nodes whose parent was accepted."""
-        trials = self._memo.trials(rows, tree, accepted)
-        self.model.learn(trials.rows, trials.buckets, trials.chances, trials.won)
-        self._tried_at[trials.rows] = self._round
-        self._gap[trials.rows[trials.won]] = _PROBE_GAP
-        self._totals.tried += trials.won.size
-        self._totals.accepted += int(trials.won.sum())
-
-    # ---- insertion
-
-    def _insert(self, rows: Ints, texts: Ints32) -> None:
-        """Insert what is owed of texts, and a slice of the queue. A text of which a part is queued
-        waits for that."""
-        ends = self._owed[rows]
-        gained = np.maximum(ends - self._given[rows], 0)
-        for row in rows[(gained > MAX_GAIN) & ~self._queue.queued[rows]].tolist():
-            self._queue_rest(row, texts[row, : self._owed[row]])
-        live = np.flatnonzero(~self._queue.queued[rows] & (gained > 0))
-        rows, gained = rows.take(live), gained.take(live)
-        starts = np.cumsum(gained) - gained
-        row = np.repeat(rows, gained)
-        at = np.arange(row.size) + np.repeat(self._given.take(rows) - starts, gained)
-        windows, known = self._windows(texts, row, at)
-        slices = self._queue.slices(max(MIN_SLICE, ROUND_TOKENS - row.size))
-        before = self._suffixes.take(rows, axis=0)
-        before[self._suffixes_at.take(rows) != self.trie.log.clock] = -1
-        piece = Piece(windows, known, starts, self._tails.take(rows), before)
-        self._given[rows] = ends.take(live)
-        if row.size:
-            self._tails[rows] = self._insert_slices(slices, piece)
-        elif slices:
-            self._insert_slices(slices, None)
-
-    def _insert_slices(self, slices: list[tuple[Job, Piece]], first: Piece | None) -> Ints:
-        """Insert a piece and slices of the queue. Returns the log positions of the former's
-        tails."""
-        pieces = [*([] if first is None else [first]), *[part for _, part in slices]]
-        tails = self.trie.insert(join(pieces))
-        own = tails.size - len(slices)
-        for (job, part), tail in zip(slices, tails[own:].tolist(), strict=True):
-            if self._queue.advance(job, part.known.size, tail) and job.row >= 0:
-                self._tails[job.row] = tail
-        return tails[:own]
-
-    def _queue_rest(self, row: int, text: Ints32) -> None:
-        """Queue what the row's text has beyond the tokens that were given."""
-        given = int(self._given[row])
-        if given >= text.size:
-            return
-        if self._queue.queued[row]:
-            self._queue.extend(row, text[given:])
-        else:
-            self._queue.add(row, text, given, int(self._tails[row]))
-        self._given[row] = text.size
-
-
-def _tree(draft: Draft) -> TokenTree:
-    return TokenTree(
-        tokens=torch.from_numpy(draft.tokens),
-        parents=torch.from_numpy(draft.parents),
-        num_nodes=torch.from_numpy(draft.num_nodes),
-        scores=torch.from_numpy(draft.scores.astype(np.float32)),
-    )
 
 
 def build(context: DrafterContext) -> Drafter:
@@ -359,7 +275,7 @@ def build(context: DrafterContext) -> Drafter:
         field: given[f"ngram_{field}"] for field in fields if f"ngram_{field}" in given
     }
     options = NgramOptions(num_draft_tokens=context.draft_tokens, **values)
-    return NgramDrafter(context.num_rows, options)
+    return NgramDrafter(context.num_rows, options, context.width)
 
 
 def register() -> None:
