@@ -59,7 +59,8 @@ class TokenIndex:
     depths, RANKS, 2] int32, how often nodes were judged and how often right. costs: of the same
     shape, int32, from 1 to 2^14. breadth: [MOST_MATCHED + 1] int32, children of a node where the
     place matches so many tokens. longest: a match that is not told from longer ones. by_count:
-    whether of equal matches the commoner continuation comes before that of the same text."""
+    whether of equal matches the commoner continuation comes before that of the same text. hashing:
+    [LONGEST + 1 + GRAMS] int64, factors of the hash, then the length of each n-gram."""
 
     log: Tensor
     table: Tensor
@@ -70,6 +71,7 @@ class TokenIndex:
     breadth: Tensor
     longest: int
     by_count: bool
+    hashing: Tensor
 
     def clear(self) -> None:
         """Forget all texts, and what came of drafts."""
@@ -106,21 +108,23 @@ def token_index(
         breadth=torch.full((MOST_MATCHED + 1,), PLACES, dtype=torch.int32, device=device),
         longest=longest,
         by_count=by_count,
+        hashing=torch.from_numpy(np.concatenate([_POWERS, _ALL_ORDERS])).to(device),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class NgramTrees:
     """Trees of B requests, N nodes at most, by rising cost, so that the first nodes of a tree are a
-    tree. tokens, parents, depths, words: [B, N] int64, see `TokenTree` and `ArrayTree`. costs,
-    buckets: [B, N] int32, of the path to each node, and where its chance stands in
+    tree. tokens, parents, depths, words: [B, N] int64, see `TokenTree` and `ArrayTree`. facts:
+    [B, N] int32, what the path to each node costs, BARRED where there is none; in place of the
+    root's the nodes to be verified. buckets: [B, N] int32, where a node's chance stands in
     `TokenIndex.costs`. drafted, num_nodes: [B] int64, nodes found, and nodes to be verified."""
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
     words: Tensor
-    costs: Tensor
+    facts: Tensor
     buckets: Tensor
     drafted: Tensor
     num_nodes: Tensor
@@ -168,16 +172,19 @@ def keep(
     counts: Tensor,
     places: Tensor,
     starts: Tensor,
+    filler: int = -1,
 ) -> None:
     """Append to the log what a round emitted, and say which places `enter` is to take.
 
-    rows, lengths: [B] int64, texts as the round began, roots included. tokens: [B, N] int64, of
+    rows, lengths: [B] int64, texts as the round began, roots included; `filler` is a row without a
+    text. tokens: [B, N] int64, of
     which the first counts [B] int64 count. places, starts: [B * N] int64, filled.
     """
     width = tokens.shape[1]
-    own = index.starts.numpy().take(rows.numpy())[:, None]
+    row = rows.numpy()[:, None]
+    own = index.starts.numpy().take(row)
     at = own + lengths.numpy()[:, None] + np.arange(width)
-    live = np.arange(width) < counts.numpy()[:, None]
+    live = (np.arange(width) < counts.numpy()[:, None]) & (row != filler)
     index.log.numpy()[at[live]] = tokens.numpy()[live] + 1
     places.numpy()[:] = at.reshape(-1)
     starts.numpy()[:] = np.where(live, own, at).reshape(-1)
@@ -300,23 +307,30 @@ def _merge(
         (out.parents, parents),
         (out.depths, np.broadcast_to(step + 1, tokens.shape)),
         (out.words, words),
-        (out.costs, costs),
         (out.buckets, buckets),
     )
-    for (into, values), root in zip(drafts, (roots, -1, 0, 1, 0, 0), strict=True):
+    for (into, values), root in zip(drafts, (roots, -1, 0, 1, 0), strict=True):
         into.numpy()[:, 0] = root
         into.numpy()[:, 1:] = values.reshape(-1).take(node) * taken
-    out.drafted.numpy()[:] = out.num_nodes.numpy()[:] = 1 + taken.sum(axis=1)
+    count = 1 + taken.sum(axis=1)
+    out.facts.numpy()[:, 0] = out.drafted.numpy()[:] = out.num_nodes.numpy()[:] = count
+    out.facts.numpy()[:, 1:] = np.where(taken, chosen >> INDEX_BITS, BARRED)
 
 
-def judge(index: TokenIndex, trees: NgramTrees, tokens: Tensor, counts: Tensor) -> None:
+def judge(
+    index: TokenIndex,
+    trees: NgramTrees,
+    rows: Tensor,
+    tokens: Tensor,
+    counts: Tensor,
+    filler: int = -1,
+) -> None:
     """Count the nodes whose parents were right, and those that were themselves, whether or not they
-    were verified: what follows a text tells. tokens: [B, W] int64, emitted, of which the first
-    counts [B] int64 count."""
+    were verified: what follows a text tells. rows, tokens, counts, filler: as of `keep`."""
     drafts, depths, words = trees.tokens.numpy(), trees.depths.numpy(), trees.words.numpy()
     node = np.arange(drafts.shape[1])
     known = (depths <= counts.numpy()[:, None]) & (node < trees.drafted.numpy()[:, None])
-    known[:, 0] = False
+    known &= (node > 0) & (rows.numpy()[:, None] != filler)
     level = np.minimum(np.maximum(depths - 1, 0), tokens.shape[1] - 1)
     right = known & (np.take_along_axis(tokens.numpy(), level, axis=1) == drafts)
     wrong = ~(right << node).sum(axis=1, keepdims=True) & ~1

@@ -234,7 +234,7 @@ class NgramDrafter:
         self._proposed = batch, trees
         self._totals.asked += len(batch.rows)
         self._totals.matched += int((trees.drafted > 1).sum())
-        return TokenTree(trees.tokens, trees.parents, trees.num_nodes, scores(trees.costs))
+        return TokenTree(trees.tokens, trees.parents, trees.num_nodes, scores(trees.facts))
 
     def observe(self, batch: DraftBatch, tree: TokenTree, accepted: AcceptResult) -> None:
         """See `Drafter`."""
@@ -245,7 +245,7 @@ class NgramDrafter:
         self._ops.enter(self.index, places, starts)
         proposed, self._proposed = self._proposed, None
         if proposed is not None and np.array_equal(proposed[0].lengths, batch.lengths):
-            self._ops.judge(self.index, proposed[1], tokens, counts)
+            self._ops.judge(self.index, proposed[1], rows, tokens, counts)
         self.note(int(tree.num_nodes.sum()) - tree.batch, int(accepted.counts.sum()), tree.batch)
 
     def note(self, verified: int, emitted: int, requests: int) -> None:

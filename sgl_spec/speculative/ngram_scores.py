@@ -37,9 +37,11 @@ class NgramScores:
         won >>= halvings
 
 
-def scores(costs: Tensor) -> Tensor:
-    """Chances of paths, float32, from their costs."""
-    return (costs.float() / -_UNITS).exp2()
+def scores(facts: Tensor) -> Tensor:
+    """[B, N] float32 chances of paths, from `NgramTrees.facts`; 1 for the roots."""
+    chances = (facts.float() / -_UNITS).exp2()
+    chances[:, 0] = 1.0
+    return chances
 
 
 def _guesses(like: Tensor) -> Tensor:

@@ -267,18 +267,21 @@ def rounds(dtype: torch.dtype) -> None:
 
 
 def ngrams(dtype: torch.dtype) -> None:
-    from sgl_spec_kernels import ngram_chains, ngram_index, ngram_rows, sample
+    from sgl_spec_kernels import ngram
+    from sgl_spec_kernels.ngram_ref import ngram_trees, token_index
 
     ints, table = torch.zeros(48, dtype=torch.int64), torch.zeros(49, 99, dtype=torch.int32)
-    index, out = ngram_index.token_index(5000, 49, "cpu"), sample.walked(48, 8, 99, "cpu")
-    new = [torch.zeros(48 * 8, dtype=torch.int64) for _ in range(2)]
-    ngram_index.keep(index, ints, ints, out, 48, *new)
-    ngram_index.learn(index, *new)
-    chains, rows = ngram_chains.chains(48, 8, "cpu"), ngram_rows.chain_rows_buffers(48, 128, "cpu")
-    ngram_chains.propose(index, ints, ints, ints, ints, chains)
-    depths = torch.zeros(ngram_rows.CUTOFFS, ngram_chains.MOST_MATCHED + 1, dtype=torch.int32)
-    ngram_rows.share_rows(chains, depths, rows)
-    ngram_rows.chain_rows(chains, ints, ints, table, rows)
+    for nodes, by_count in ((8, False), (16, True), (64, False)):
+        index = token_index(5000, 5000, 49, nodes, "cpu", by_count=by_count)
+        emitted = torch.zeros(48, nodes, dtype=torch.int64)
+        new = [torch.zeros(48 * nodes, dtype=torch.int64) for _ in range(2)]
+        ngram.keep(index, ints, ints, emitted, ints, *new, 48)
+        ngram.enter(index, *new)
+        trees, rows = ngram_trees(48, nodes, "cpu"), ngram.tree_rows_buffers(48, 128, "cpu")
+        ngram.propose(index, ints, ints, ints, ints, trees)
+        ngram.judge(index, trees, ints, emitted, ints, 48)
+        ngram.share_rows(trees, rows)
+        ngram.tree_rows(trees, ints, ints, table, rows)
 
 
 CALLS: dict[str, Callable[[torch.dtype], None]] = {

@@ -15,11 +15,13 @@ from sgl_spec.speculative.tree import TokenTree
 from sgl_spec_kernels import ngram_ref
 from sgl_spec_kernels.ngram_ref import (
     FIRST,
+    LONGEST,
     MOST_MATCHED,
     ORDERS,
     OWN_ORDERS,
     PLACES,
     RANKS,
+    STEP,
     WAYS,
     NgramTrees,
     TokenIndex,
@@ -30,13 +32,14 @@ from sgl_spec_kernels.ngram_ref import (
 
 SPAN = 60  # places of a text
 NODES = 7
-Key = tuple[int | None, tuple[int, ...], int]
+RECORDS = (1 << 16) // WAYS
+Key = tuple[int, int]
 
 
 @dataclass
 class Dictionary:
     """What the index is, said slowly. log: token by place. texts: where each begins, and its
-    length. records: the place of each (text or None for all, n-gram, way)."""
+    length. records: the place of each (record, way)."""
 
     log: dict[int, int] = field(default_factory=dict)
     texts: list[tuple[int, int]] = field(default_factory=list)
@@ -50,15 +53,20 @@ class Dictionary:
             self.log[place] = token
         for place in range(start + length, start + length + len(tokens)):
             for key in self.keys(place, start):
-                self.records[*key, int(way_of(np.array([place]))[0])] = place
+                self.records[key, int(way_of(np.array([place]))[0])] = place
         self.texts[text] = start, length + len(tokens)
 
-    def keys(self, place: int, start: int) -> list[tuple[int | None, tuple[int, ...]]]:
-        """The n-grams before a place."""
-        known = [order for order in ORDERS if place - start >= order]
-        grams = {order: tuple(self.log[p] for p in range(place - order, place)) for order in known}
-        mine = [(start, grams[order]) for order in OWN_ORDERS if order in grams]
-        return [*((None, gram) for gram in grams.values()), *mine]
+    def keys(self, place: int, start: int) -> list[int]:
+        """The records of the n-grams before a place: a hash of the tokens, and of the text."""
+        salted = [*((order, 0) for order in ORDERS), *((order, start) for order in OWN_ORDERS)]
+        found = []
+        for order, salt in salted:
+            if place - start < order:
+                continue
+            grown = sum((self.log[place - i] + 1) * STEP**i for i in range(1, order + 1))
+            key = (grown + salt * STEP ** (LONGEST + 1)) % 2**64
+            found.append((key >> 32) % RECORDS)
+        return found
 
     def matched(self, place: int, end: int) -> int:
         count = 0
@@ -74,11 +82,12 @@ class Dictionary:
         start, length = self.texts[text]
         end = start + length
         found = [
-            self.records[*key, way]
+            self.records[key, way]
             for key in self.keys(end, start)
             for way in range(WAYS)
-            if (*key, way) in self.records
+            if (key, way) in self.records
         ]
+        found = [place for place in found if place != end and self.matched(place, end)]
         follows = [self.log.get(place) for place in found]
         ranked = sorted(
             {
@@ -90,7 +99,6 @@ class Dictionary:
                     place,
                 )
                 for place in found
-                if place != end and self.matched(place, end)
             },
             reverse=True,
         )
@@ -161,6 +169,10 @@ class Both:
         ngram_ref.propose(self.index, *inputs, out)
         return out
 
+    def judge(self, trees: NgramTrees, emitted: list[int], count: int) -> None:
+        tokens, counts = torch.tensor([emitted]), torch.tensor([count])
+        ngram_ref.judge(self.index, trees, torch.tensor([0]), tokens, counts)
+
 
 def paths(trees: NgramTrees, i: int) -> dict[tuple[int, ...], int]:
     """As `Dictionary.tree`; checks what else a tree says of itself."""
@@ -177,7 +189,7 @@ def paths(trees: NgramTrees, i: int) -> dict[tuple[int, ...], int]:
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     rounds=st.lists(st.dictionaries(st.integers(0, 2), TOKENS, min_size=1), max_size=4),
     by_count=st.booleans(),
@@ -219,7 +231,9 @@ def test_judging_counts_what_was_right_behind_what_was_right() -> None:
     trees = both.propose([0], [NODES])
     found = paths(trees, 0)
     assert {(5,), (5, 6), (5, 6, 7), (8,)} <= set(found)
-    ngram_ref.judge(both.index, trees, torch.tensor([[5, 6, 9, 4]]), torch.tensor([3]))
+    ngram_ref.judge(
+        both.index, trees, torch.tensor([0]), torch.tensor([[5, 6, 9, 4]]), torch.tensor([3])
+    )
     won = np.flatnonzero(both.index.won.numpy().reshape(-1))
     tried = np.flatnonzero(both.index.tried.numpy().reshape(-1))
     assert set(won) == {found[5,], found[5, 6]}
@@ -232,7 +246,9 @@ def test_nothing_is_judged_beyond_what_was_emitted() -> None:
     both = Both(1)
     both.append({0: [1, 2, 5, 6, 7, 3, 4, 1, 2]})
     trees = both.propose([0], [NODES])
-    ngram_ref.judge(both.index, trees, torch.tensor([[5, 6, 7]]), torch.tensor([1]))
+    ngram_ref.judge(
+        both.index, trees, torch.tensor([0]), torch.tensor([[5, 6, 7]]), torch.tensor([1])
+    )
     assert int(both.index.tried.sum()) == 1
 
 
