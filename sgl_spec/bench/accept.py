@@ -1,14 +1,16 @@
-"""Accept length on Spec-Bench: tokens per verify, by group and tree shape.
+"""Acceptance on Spec-Bench by group, depth and rank among siblings, beside what theory expects.
 
 First turns of the bundled development questions, in the model's chat template. Whole trees are
 verified, whether or not they pay on this machine, so the figures depend on models and shapes alone.
-The last round of a request, which its end cuts short, does not count. Other options are the
-server's: python -m sgl_spec.bench accept --speculative-algorithm EAGLE3 --shapes 5,4,8 7,8,32
+The last round of a request, which its end cuts short, does not count. The time of full rounds is
+compared with plain decoding's, and the fastest shape for what was measured is named. Other options
+are the server's: python -m sgl_spec.bench accept --speculative-algorithm EAGLE3 --shapes 5,4,8
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -16,14 +18,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from sgl_spec.args import ServerArgs
+from sgl_spec.bench.accept_tables import (
+    GroupRow,
+    ShapeRow,
+    best_of,
+    depth_table,
+    group_table,
+    shape_table,
+    told,
+)
+from sgl_spec.bench.acceptance import (
+    RankTally,
+    by_depth,
+    expected_tokens,
+)
 from sgl_spec.bench.offline import CHAT, TASKS, Question, questions
-from sgl_spec.bench.report import provenance, say, table, write_row
+from sgl_spec.bench.report import provenance, say, write_row
 from sgl_spec.engine.engine import Engine
 from sgl_spec.errors import ConfigError
+from sgl_spec.messages import OutputChunk
 from sgl_spec.request import SamplingParams, TokenizedRequest
 from sgl_spec.server.tokenizer import ServerTokenizer
+from sgl_spec.speculative.base import DraftBatch, Drafter
+from sgl_spec.speculative.tree import AcceptResult, TokenTree
 
 LONGEST_PERIOD = 64
 FEWEST_LOOPING = 16  # tokens that repeat, for text to count as looping
@@ -51,38 +71,29 @@ class Answer:
         return self.chunks[1:-1]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRow:
-    """A group of questions under one shape. accept_length: tokens of whole rounds, over these
-    rounds. proposed: draft tokens verified per round. looping: share of output tokens in repeating
-    text. stopped: share of answers that ended by themselves."""
-
-    shape: str
-    group: str
-    questions: int
-    tokens: int
-    rounds: int
-    accept_length: float
-    proposed: float
-    looping: float
-    stopped: float
-
-
 def main(argv: Sequence[str]) -> None:
     """`python -m sgl_spec.bench accept`."""
     options, server = _parser().parse_known_args(argv)
-    rows, facts = [], {}
-    for shape in options.shapes or [None]:
-        bench = AcceptBench(options, _server_args(server, shape, options))
+    every = [_server_args(server, shape, options) for shape in options.shapes or [None]]
+    plain_ms = AcceptBench(options, _without_drafts(every[0])).plain_ms() if options.costs else None
+    rows: list[GroupRow] = []
+    shapes: list[ShapeRow] = []
+    facts: dict[str, Any] = {"plain_ms": plain_ms}
+    for args in every:
+        _free_memory()
+        bench = AcceptBench(options, args)
         rows += bench.run()
-        facts = bench.facts
-        print(_table(rows[-len(TASKS) - 2 :] if shape else rows), flush=True)
+        shapes.append(bench.shape_row(rows[-1], plain_ms))
+        facts |= bench.facts
+    best = best_of(shapes)
+    print(group_table(rows), depth_table(rows), shape_table(shapes), told(best), sep="\n\n")
     if options.json:
         command = ["python", "-m", "sgl_spec.bench", "accept", *argv]
+        found: dict[str, Any] = {"rows": [asdict(row) for row in rows]}
+        found["shapes"] = [asdict(row) for row in shapes]
+        found["best"] = None if best is None else asdict(best)
         conditions = provenance(argv=command, seed=options.seed)
-        write_row(
-            Path(options.json), {**conditions, **facts, "rows": [asdict(row) for row in rows]}
-        )
+        write_row(Path(options.json), {**conditions, **facts, **found})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,6 +109,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0, help="the first question's; rising by 1")
     parser.add_argument("--batch", type=int, default=8, help="requests that run together")
+    parser.add_argument(
+        "--costs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="time rounds beside plain decoding, which is run first (default: yes)",
+    )
     parser.add_argument("--json", help="append one JSON row to this file")
     return parser
 
@@ -120,6 +137,23 @@ def _server_args(
     return replace(args, speculative_verify_whole_trees=True)
 
 
+def _without_drafts(args: ServerArgs) -> ServerArgs:
+    """The same server without speculation."""
+    plain: dict[str, Any] = {
+        name: option.default
+        for name, option in ServerArgs.__dataclass_fields__.items()
+        if name.startswith("speculative_")
+    }
+    return replace(args, **plain)
+
+
+def _free_memory() -> None:
+    """Of the engine before, for the next."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 class AcceptBench:
     """One engine and the questions for it."""
 
@@ -130,6 +164,10 @@ class AcceptBench:
         done = self.engine.args
         parts = (done.speculative_num_steps, done.speculative_eagle_topk, done.tree_nodes)
         self.shape = ",".join("-" if part is None else str(part) for part in parts)
+        self.tally = RankTally()
+        self._full = _Rounds()
+        if self.engine.drafter is not None:
+            self._listen(self.engine.drafter)
         self.facts = {
             "model_path": done.model_path,
             "algorithm": done.speculative_algorithm,
@@ -139,6 +177,44 @@ class AcceptBench:
             "temperature": options.temperature,
             "max_new_tokens": options.max_new_tokens,
         }
+
+    def _listen(self, drafter: Drafter) -> None:
+        """Hear what the drafter is told."""
+        told = drafter.observe
+
+        def observe(batch: DraftBatch, tree: TokenTree, accepted: AcceptResult) -> None:
+            self.tally.observe(batch, tree, accepted)
+            told(batch, tree, accepted)
+
+        drafter.observe = observe  # type: ignore[method-assign]
+
+    def plain_ms(self) -> float:
+        """Milliseconds of a round without drafts, with as many requests as run together."""
+        asked = questions(self.options.groups, None)[:: max(1, 280 // self.options.batch)]
+        self._answer(asked[: self.options.batch], ignore_eos=True)
+        return self._full.ms()
+
+    def shape_row(self, mean: GroupRow, plain_ms: float | None) -> ShapeRow:
+        """What all groups together say of the shape."""
+        args = self.engine.args
+        nodes = args.tree_nodes
+        steps = args.speculative_num_steps or nodes - 1
+        a = mean.depths[0] if mean.depths else 0.0
+        expected = expected_tokens(a, steps)
+        cost = None if plain_ms is None else self._full.ms() / plain_ms
+        return ShapeRow(
+            shape=self.shape,
+            a=a,
+            expected=expected,
+            measured=mean.accept_length,
+            cost=cost,
+            expected_speedup=None if cost is None else expected / cost,
+            speedup=None if cost is None else mean.accept_length / cost,
+            ranks=self.tally.ranks(),
+            topk=args.speculative_eagle_topk or 1,
+            steps=steps,
+            nodes=nodes,
+        )
 
     def run(self) -> list[GroupRow]:
         """A row per group, and their mean."""
@@ -152,14 +228,14 @@ class AcceptBench:
         say(f"{self.shape}: {len(answers)} questions in {seconds:.0f} s")
         return [*rows, _mean(rows)]
 
-    def _answer(self, asked: Sequence[Question]) -> list[Answer]:
+    def _answer(self, asked: Sequence[Question], *, ignore_eos: bool = False) -> list[Answer]:
         answers: dict[str, Answer] = {}
         for i, question in enumerate(asked):
             answers[str(i)] = Answer(question.group)
-            self.engine.submit(self._request(i, question))
-        done = 0
+            self.engine.submit(self._request(i, question, ignore_eos))
+        done, most = 0, min(len(asked), self.options.batch)
         while self.engine.has_work:
-            for chunk in self.engine.step():
+            for chunk in self._full.step(self.engine, most):
                 answer = answers[chunk.rid]
                 answer.chunks.append(chunk.ids)
                 if chunk.finish is None:
@@ -169,17 +245,18 @@ class AcceptBench:
                 answer.finish = chunk.finish.kind
                 if chunk.spec is not None:
                     answer.verified, answer.proposed = chunk.spec.verify_ct, chunk.spec.proposed
-                assert answer.verified == len(answer.chunks) - 1
+                    assert answer.verified == len(answer.chunks) - 1
                 done += 1
                 if done % 16 == 0:
                     say(f"{self.shape}: {done} of {len(answers)}")
         return list(answers.values())
 
-    def _request(self, number: int, question: Question) -> TokenizedRequest:
+    def _request(self, number: int, question: Question, ignore_eos: bool) -> TokenizedRequest:
         options = self.options
         sampling = SamplingParams(
             temperature=options.temperature,
             max_new_tokens=options.max_new_tokens,
+            ignore_eos=ignore_eos,
             seed=options.seed + number,
         )
         chat = [{"role": "user", "content": question.text}]
@@ -191,6 +268,31 @@ class AcceptBench:
                 f"{self.engine.scheduler.limits.max_request_tokens} to a request."
             )
         return TokenizedRequest(rid=str(number), input_ids=ids, sampling=sampling, stream=True)
+
+
+class _Rounds:
+    """The time of steps that were rounds of a full batch."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._count = 0
+
+    def step(self, engine: Engine, full: int) -> list[OutputChunk]:
+        """A step of the engine; full: requests that run together."""
+        rounds, running = engine.counters.rounds, len(engine.scheduler.running)
+        start = time.perf_counter()
+        chunks = engine.step()
+        done = engine.counters.rounds - rounds
+        if done and running == full:
+            self._seconds += time.perf_counter() - start
+            self._count += done
+        return chunks
+
+    def ms(self) -> float:
+        """Of a round; `ConfigError` where no batch was full."""
+        if not self._count:
+            raise ConfigError("No round had --batch requests; raise --limit or lower --batch.")
+        return self._seconds / self._count * 1e3
 
 
 def looping(ids: Sequence[int]) -> int:
@@ -222,6 +324,7 @@ def _row(shape: str, group: str, answers: Sequence[Answer]) -> GroupRow:
         proposed=_ratio(sum(a.proposed for a in answers), sum(a.verified for a in answers)),
         looping=_ratio(sum(looping(a.ids) for a in answers), tokens),
         stopped=_ratio(sum(a.finish == "stop" for a in answers), len(answers)),
+        depths=by_depth([len(ids) for a in answers for ids in a.whole_rounds]),
     )
 
 
@@ -241,14 +344,13 @@ def _mean(rows: Sequence[GroupRow]) -> GroupRow:
         proposed=mean("proposed"),
         looping=mean("looping"),
         stopped=mean("stopped"),
+        depths=[
+            _ratio(sum(known), len(known))
+            for depth in range(max(len(row.depths) for row in rows))
+            if (known := [row.depths[depth] for row in rows if depth < len(row.depths)])
+        ],
     )
 
 
 def _ratio(total: float, count: int) -> float:
     return total / count if count else float("nan")
-
-
-def _table(rows: Sequence[GroupRow]) -> str:
-    header = ["shape", "group", "questions", "tokens", "rounds", "accept", "drafted", "looping"]
-    values: list[list[Any]] = [list(asdict(row).values()) for row in rows]
-    return table([*header, "stopped"], values)

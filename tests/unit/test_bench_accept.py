@@ -7,10 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sgl_spec.bench.__main__ import main
 from sgl_spec.bench.accept import Answer, looping
+from sgl_spec.bench.acceptance import (
+    Cost,
+    RankTally,
+    best_shape,
+    by_depth,
+    expected_tokens,
+    fit_cost,
+    tree_tokens,
+)
 from sgl_spec.bench.offline import CHAT, TASKS, questions
+from sgl_spec.speculative.tree import AcceptResult, TokenTree
 
 
 @pytest.mark.parametrize(
@@ -50,6 +61,56 @@ def test_the_first_token_and_the_last_round_do_not_count() -> None:
     assert Answer("qa", chunks=[[1]]).whole_rounds == []
 
 
+def test_expected_tokens_of_chains_and_trees() -> None:
+    """The published formula; a tree of one branch is a chain; siblings add their chances."""
+    for a in (0.0, 0.3, 0.9):
+        assert expected_tokens(a, 5) == pytest.approx((1 - a**6) / (1 - a))
+        assert tree_tokens([a], 5, 64) == pytest.approx(expected_tokens(a, 5))
+    assert tree_tokens([0.5, 0.25], 1, 3) == 1.75
+    # The best four nodes below the root: 0.5, 0.25 (child of it), 0.25 (its sibling), 0.125.
+    assert tree_tokens([0.5, 0.25], 3, 5) == 2.125
+    assert tree_tokens([0.5, 0.25], 3, 2) == 1.5
+
+
+def test_acceptance_by_depth_is_of_rounds_that_got_there() -> None:
+    assert by_depth([1, 1, 2, 3]) == [0.5, 0.5]
+    assert by_depth([]) == []
+    assert by_depth([4, 4]) == [1, 1, 1]
+
+
+def test_costs_and_the_best_shape() -> None:
+    """Costs made from a step and a node are found again; free nodes make wide trees best, dear ones
+    chains, and dear steps none of more than one."""
+    made = Cost(0.2, 0.05)
+    shapes = [(1, 2), (3, 4), (4, 16)]
+    found = fit_cost(shapes, [made.of(*shape) for shape in shapes])
+    assert (found.step, found.node) == pytest.approx((0.2, 0.05))
+    assert fit_cost([(4, 8)], [1.8]).step == pytest.approx(0.2)
+    ranks = [0.6, 0.3]
+    free = best_shape(ranks, Cost(0.1, 0.0), 4, 16)
+    assert (free.topk, free.nodes) == (2, 16)
+    dear = best_shape([0.6, 0.1], Cost(0.0, 0.2), 4, 16)
+    assert dear.topk == 1
+    assert best_shape(ranks, Cost(2.0, 0.0), 4, 16).steps == 1
+    assert free.speedup == pytest.approx(free.tokens / (1 + 0.1 * free.steps))
+
+
+def test_siblings_are_ranked_by_score() -> None:
+    """Root 0 with children 1 and 2, the second scored higher, and 3 below it."""
+    tree = TokenTree(
+        tokens=torch.tensor([[9, 1, 2, 3]]),
+        parents=torch.tensor([[-1, 0, 0, 2]]),
+        num_nodes=torch.tensor([4]),
+        scores=torch.tensor([[1.0, 0.3, 0.6, 0.5]]),
+    )
+    tally = RankTally()
+    for path, count in (([0, 2, 3], 3), ([0, 1, 0], 2), ([0, 0, 0], 1)):
+        accepted = AcceptResult(torch.zeros(1, 3), torch.tensor([path]), torch.tensor([count]))
+        tally.observe(None, tree, accepted)  # type: ignore[arg-type]
+    # Rank 0 was offered at the root three times and below node 2 once; rank 1 at the root alone.
+    assert tally.ranks() == [2 / 4, 1 / 3]
+
+
 def run(tiny_model_dir: Path, file: Path, *flags: str) -> dict[str, Any]:
     model = ["--model-path", str(tiny_model_dir), "--speculative-algorithm", "STANDALONE"]
     draft = ["--speculative-draft-model-path", str(tiny_model_dir)]
@@ -67,6 +128,12 @@ def test_a_target_that_drafts_for_itself_accepts_whole_chains(
     row = run(tiny_model_dir, file, "--shapes", "3,1,4", "2,1,3", "--temperature", temperature)
     assert (row["algorithm"], row["draft_sampling"]) == ("STANDALONE", "shared-noise")
     assert row["argv"][:4] == ["python", "-m", "sgl_spec.bench", "accept"]
+    for shape, depth in zip(row["shapes"], (3, 2), strict=True):
+        assert shape["ranks"] == [1.0]
+        assert (shape["a"], shape["expected"], shape["measured"]) == (1, depth + 1, depth + 1)
+        assert shape["speedup"] == shape["expected_speedup"] == (depth + 1) / shape["cost"]
+    assert row["best"]["topk"] == 1
+    assert row["rows"][0]["depths"] == [1.0] * 3
     figures = [(r["shape"], r["group"], r["accept_length"], r["questions"]) for r in row["rows"]]
     assert figures == [
         (shape, group, accept, count)
