@@ -9,6 +9,7 @@
 #   make lint    ruff, rules and format; hadolint
 #   make types   mypy
 #   make check   what CI runs: lint, types, test
+#   make clients make .venv-clients with programs that agents are built on, which `make slow` tries
 #   make slow    the full matrix
 #   make gpu     the tests that need a GPU; what came of them goes to docs/results/gpu-tests.json
 #
@@ -27,7 +28,7 @@ SERVER := $(VENV)/.server
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --only-binary :all: -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help serve setup test slow gpu lint types check
+.PHONY: help serve setup test clients slow gpu lint types check
 
 help:
 	@sed -n '4,/^$$/s/^# \{0,1\}//p' Makefile
@@ -63,7 +64,17 @@ serve: $(SERVER)
 test: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow and not gpu' --durations 15 $(PYTEST_ARGS)
 
-slow: $(STAMP)
+CLIENTS := .venv-clients/.installed
+
+clients: $(CLIENTS)
+
+$(CLIENTS): tests/clients.txt
+	@echo "Client programs in .venv-clients, 150 MB to download"
+	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	@.venv-clients/bin/python -m pip --disable-pip-version-check install --only-binary :all: $(PIP_ARGS) -r tests/clients.txt
+	@touch $@
+
+slow: $(STAMP) $(CLIENTS)
 	$(BIN)/python -m pytest -m 'slow and not gpu' --durations 15 $(PYTEST_ARGS)
 
 gpu: $(STAMP)

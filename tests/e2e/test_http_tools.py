@@ -261,7 +261,7 @@ BAD_RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"store": True}, "store"),
     ({"max_output_tokens": 10**6}, "max_output_tokens"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "web_search", "name": "a"}]}, "tools[0].type"),
     (
         {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
         "text.format",
