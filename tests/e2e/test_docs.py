@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -83,6 +84,7 @@ class Reader:
 
     def here(self, text: str, port: int) -> str:
         """`text` with this environment's Python and port."""
+        text = re.sub("^sgl-spec ", ".venv/bin/sgl-spec ", text)
         return text.replace(".venv/bin/", f"{VENV_BIN}/").replace(DEFAULT_PORT, str(port))
 
     def leave(self) -> None:
