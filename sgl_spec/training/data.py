@@ -113,7 +113,11 @@ class Maker:
         the run ends."""
         writer = self.writer
         with tqdm(
-            total=self.tokens, initial=writer.num_tokens, unit="tok", desc="Answering"
+            total=self.tokens,
+            initial=writer.num_tokens,
+            unit="tok",
+            desc="Answering",
+            disable=None,
         ) as bar:
             try:
                 for sequence in self._answers():

@@ -21,6 +21,7 @@ from sgl_spec.args import ServerArgs
 from sgl_spec.bench.report import table
 from sgl_spec.engine.engine import Engine
 from sgl_spec.errors import ConfigError
+from sgl_spec.models.checkpoint import resolve_draft
 from sgl_spec.models.config import read_json
 from sgl_spec.request import SamplingParams, TokenizedRequest
 from sgl_spec.training.shards import TokenShards
@@ -125,7 +126,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = found.add_argument
     add("--model-path", default="smollm2", help="the target; default smollm2")
-    add("--draft", type=Path, required=True, help="--out of a training")
+    add("--draft", required=True, help="--out of a training, or the name of a shipped draft")
     add("--data", type=Path, nargs="+", required=True, help="directories of the `data` command")
     add("--held-out", type=float, default=0.02, help="as in the training (default 0.02)")
     add("--limit", type=int, default=8, help="prompts of each kind (default 8)")
@@ -164,7 +165,7 @@ def answer(args: ServerArgs, prompts: Sequence[HeldOutPrompt], max_new_tokens: i
         engine.submit(
             TokenizedRequest(rid=str(number), input_ids=prompt.ids, sampling=sampling, stream=True)
         )
-    with tqdm(total=len(prompts), desc="answers", unit="answer", leave=False) as bar:
+    with tqdm(total=len(prompts), desc="answers", unit="answer", leave=False, disable=None) as bar:
         while engine.has_work:
             for chunk in engine.step():
                 of_request = answers[int(chunk.rid)]
@@ -181,7 +182,7 @@ def _server_args(options: argparse.Namespace, server: Sequence[str], shape: str)
     values = shape.split(",")
     if len(values) != 3 or not all(value.isdecimal() for value in values):
         raise ConfigError(f"--shapes must be STEPS,TOPK,NODES each, got {shape!r}.")
-    algorithm, directory = draft_kind(options.draft)
+    algorithm, directory = draft_kind(resolve_draft(options.draft))
     flags = ["--model-path", options.model_path, "--speculative-algorithm", algorithm]
     flags += ["--speculative-draft-model-path", str(directory)]
     names = ("num-steps", "eagle-topk", "num-draft-tokens")

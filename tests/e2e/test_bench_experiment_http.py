@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import ROOT
+from serving import ROOT, Launch
 
 PLAN = """
 name = "tiny"
@@ -94,3 +94,54 @@ def test_the_table_compares_and_tells_of_the_failure(results: Path) -> None:
     assert "smollm2 in float32" in page
     assert "no device found" in page
     assert (results / "plots" / "latency.png").exists()
+
+
+OTHERS = """
+name = "other servers"
+requests = 3
+max_tokens = 6
+prompts = "{prompts}"
+
+[[server]]
+label = "by url"
+url = "{url}"
+
+[[server]]
+label = "by command"
+backend = "openai"
+speculation = "NGRAM"
+command = {command}
+
+[grid]
+concurrency = [2]
+request_rate = [50]
+trace = ["{trace}"]
+temperature = [1.0]
+seed = [0, 1]
+"""
+
+
+def test_other_servers_and_open_loops(
+    launch_shared: Launch, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """One that runs and one that a command starts, of which only OpenAI's interface is used; three
+    kinds of arrivals, sampled with two seeds that make one row."""
+    server = launch_shared("--max-total-tokens", "8192")
+    prompts, trace = tmp_path / "prompts.jsonl", tmp_path / "trace"
+    prompts.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(3)))
+    trace.write_text("0\n0.1\n0.3\n")
+    command = [sys.executable, "-m", "sgl_spec", "serve", "--model-path", str(tiny_model_dir)]
+    command += ["--speculative-algorithm", "NGRAM", "--port", "{port}"]
+    plan, out = tmp_path / "plan.toml", tmp_path / "out"
+    given = {"prompts": prompts, "trace": trace, "url": server.url}
+    plan.write_text(OTHERS.format(**given, command=json.dumps(command)))
+    said, _ = start(plan, out).communicate(timeout=LIMIT_S)
+    found = json.loads((out / "table.json").read_text())["rows"]
+    assert [(row["load"], row["runs"], row["errors"]) for row in found] == [
+        (load, 2, 0) for _ in range(2) for load in ("2", "50/s", str(trace))
+    ], said
+    assert all(row["tokens_per_s"] > 0 and row["ttft_ms"] > 0 for row in found)
+    open_loop = [row for row in rows(out) if row["load"]["trace"]]
+    assert all(row["level"]["seconds"] >= 0.3 for row in open_loop)
+    texts = [json.loads((out / "answers" / f"{row['id']}.json").read_text()) for row in open_loop]
+    assert texts[0] != texts[1], "another seed"

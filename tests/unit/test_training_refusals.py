@@ -22,12 +22,14 @@ from safetensors.torch import save_file as save_file_torch
 from training_data import load_target, make_data, make_target
 
 from sgl_spec.errors import ConfigError
+from sgl_spec.models.checkpoint import resolve_draft
+from sgl_spec.models.shipped import SHIPPED
 from sgl_spec.training import feed as feeds
 from sgl_spec.training import stopping
 from sgl_spec.training.__main__ import main as command
 from sgl_spec.training.checks import check_directory
 from sgl_spec.training.eagle3 import Eagle3Draft
-from sgl_spec.training.eval import Answer, HeldOutPrompt, report
+from sgl_spec.training.eval import Answer, HeldOutPrompt, draft_kind, report
 from sgl_spec.training.feed import Batch, Feed, Position
 from sgl_spec.training.loop import StepStats
 from sgl_spec.training.shards import ShardWriter, TokenSequence, TokenShards
@@ -363,6 +365,11 @@ def test_evaluation(
     shape = ["--shapes", "2,1,3", "--limit", "1"]
     line = refused("eval", *world.common, "--draft", str(world.head), *shape, *flags)
     assert named in line
+
+
+def test_shipped_drafts_are_judged_by_name() -> None:
+    found = {name: draft_kind(resolve_draft(name)) for name in SHIPPED}
+    assert {name: kind for name, (kind, _) in found.items()} == SHIPPED
 
 
 def test_refused_prompts_are_no_prompts(
