@@ -1,22 +1,19 @@
 # PYTHON_ARGCOMPLETE_OK
 """The command `sgl-spec`, also as `python -m sgl_spec`: serve, bench, train.
 
-What a command needs is imported when it is asked for, so that help and completion are quick and
-Ctrl-C while torch loads is an end like any other.
+What a command needs is imported when it is asked for, so that help and completion are quick.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from sgl_spec import __version__
-from sgl_spec.options import near
 
 COMMANDS = {
     "serve": ("sgl_spec.server.launch:run", "serve a model; flags alone mean this too"),
@@ -49,18 +46,34 @@ def run(argv: Sequence[str]) -> int:
         return 0
     name, rest = ("serve", argv) if word.startswith("-") else (word, argv[1:])
     if name not in COMMANDS:
+        from sgl_spec.options import near
+
         unknown = f"{name!r} is no command{near(name, COMMANDS)}.\n" if name else ""
         sys.stderr.write(unknown + _usage())
         return 2
     if name == "train":  # which says after a SIGTERM too what is kept
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-    module, _, function = COMMANDS[name][0].partition(":")
-    code: int = getattr(importlib.import_module(module), function)(rest)
+    code: int = load(COMMANDS[name][0])(rest)
     return code
+
+
+def load(entry: str) -> Callable[[Sequence[str]], int]:
+    """Import "module:function". Ctrl-C meanwhile ends the process at once, with nothing to clean
+    up: raised within somebody's import, it may come out as any other error."""
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if usual:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(STOPPED))
+    module, _, function = entry.partition(":")
+    found: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
+    if usual:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return found
 
 
 def complete() -> None:
     """Answer the shell that asks what may follow, and leave."""
+    import argparse
+
     import argcomplete
 
     from sgl_spec.args import ServerArgs

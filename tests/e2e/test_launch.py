@@ -17,7 +17,7 @@ TLS = ROOT / "tests" / "data" / "tls"
 FILES = ("--ssl-keyfile", str(TLS / "key.pem"), "--ssl-certfile", str(TLS / "cert.pem"))
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.2, 0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 1.0, 3.0])
 def test_ctrl_c_in_the_first_seconds_leaves_no_traceback(
     tmp_path: Path, tiny_model_dir: Path, seconds: float
 ) -> None:
