@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sgl_spec.engine.kv_pool import Holding
+from sgl_spec.engine.req import Req, make_req
 from sgl_spec.layers.context import ForwardBatch, KVCache
 from sgl_spec.layers.wanted import only
-from sgl_spec.request import SamplingParams
+from sgl_spec.request import SamplingParams, TokenizedRequest
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.penalties import TokenCounts
 from sgl_spec.speculative.sampling import build_rows, draw
@@ -33,6 +35,17 @@ def mix(tokens: Tensor, positions: Tensor) -> Tensor:
     x = (tokens + 1) * 2654435761 + (positions + 7) * 40503
     x = (x ^ (x >> 15)) * 2246822519 & _MASK
     return (x ^ (x >> 13)) & _MASK
+
+
+def holding_req(
+    row: int, prompt: Sequence[int], output: Sequence[int], sampling: SamplingParams
+) -> Req:
+    """A request that holds a row, with some output."""
+    asked = TokenizedRequest(rid=str(row), input_ids=list(prompt), sampling=sampling)
+    req = make_req(asked, (EOS,), None)
+    req.ids += output
+    req.holding = Holding(row)
+    return req
 
 
 @dataclass

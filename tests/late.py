@@ -70,6 +70,7 @@ class LateWorker:
         self._under_way: deque[UnderWay] = deque()
         self._open: set[int] = set()
         self._observing: UnderWay | None = None
+        self._launched: Callable[[], None] | None = None  # waits for the masks of a grammar
 
     # --- what the scheduler calls -----------------------------------------------------------------
 
@@ -100,11 +101,25 @@ class LateWorker:
         self.behind += len(self._under_way)
         launched, table = UnderWay(batch), self.table.host.copy()
         self._under_way.append(launched)
-        self._tell(lambda: self._run(launched, table))
+        self._launched = lambda: self._run(launched, table)
+        if not self._waits_for_masks(batch):
+            self._tell(self._launched)
+            self._launched = None
         return launched
+
+    def _waits_for_masks(self, batch: Batch) -> bool:
+        return any(row in self.device._constraints for row in batch.rows.tolist())
 
     def settle(self) -> None:
         assert self._under_way
+
+    def resume(self, launched: Launched) -> Launched:
+        assert launched is self._under_way[-1]
+        assert len(self._under_way) == 1, "the batches before it are not committed"
+        if self._launched is not None:
+            self._tell(self._launched)
+            self._launched = None
+        return launched
 
     def collect(self, launched: Launched) -> StepOutput:
         assert launched is self._under_way.popleft(), "out of order"

@@ -26,8 +26,8 @@ from triton.runtime.interpreter import GridExecutor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sgl_spec import LLM
-from sgl_spec.engine.cuda import forwards, prefill
-from sgl_spec.engine.cuda.graphs import Replayed
+from sgl_spec.engine.cuda import prefill
+from sgl_spec.engine.cuda.graphs import Replayed, captured_parts, run_all
 from sgl_spec.engine.cuda.sources import ShapedRounds
 from sgl_spec.engine.cuda.worker import DeviceWorker
 
@@ -236,8 +236,9 @@ class Tape:
 def capture(replayed: Replayed, pool: object) -> None:
     """In place of `Replayed.capture`."""
     replayed.program.load(np.zeros(0, dtype=np.int64), None)
-    replayed.program()
-    replayed.graph = Tape(replayed.program)  # type: ignore[assignment]
+    run_all(replayed.program)
+    parts = captured_parts(replayed.program)
+    replayed.graphs = [Tape(part) for part in parts]  # type: ignore[misc]
 
 
 def tape(llm: LLM, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> DeviceWorker:
@@ -249,8 +250,7 @@ def tape(llm: LLM, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> D
     worker.rounds.sizes = sizes
     worker.rounds._pool = object()
     worker._prefills.sizes = (8,)
-    for module in (prefill, forwards):
-        monkeypatch.setattr(module, "PREFILL_REQUESTS_CUDA", max(sizes))
+    monkeypatch.setattr(prefill, "PREFILL_REQUESTS_CUDA", max(sizes))
     if isinstance(worker.source, ShapedRounds):
         worker.source.shapes.sizes = sizes
     with torch.inference_mode():

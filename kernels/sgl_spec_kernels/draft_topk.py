@@ -57,7 +57,7 @@ def _warm(x, token, t, seed, position, depth, error, NOISE: tl.constexpr, PROPOS
 
 
 @triton.jit
-def _sums(z, inside):
+def partial_sums(z, inside):
     """(m, sum of exp(z - m)), m their maximum."""
     highest = tl.max(z, 0)
     level = tl.where(highest == float("-inf"), 0.0, highest)
@@ -65,7 +65,7 @@ def _sums(z, inside):
 
 
 @triton.jit
-def _log_sum(stats, there):
+def merged_log_sum(stats, there):
     """log sum exp z from the sums of all parts, which other multiprocessors wrote: past the L1
     cache."""
     m = tl.load(stats, mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -151,7 +151,7 @@ def _draft_topk(
     if HAS_CUTS:
         kept = falling_key(x, column) <= tl.load(cuts + row)
         z = tl.where(kept, z, float("-inf"))
-    highest, total = _sums(z, inside)
+    highest, total = partial_sums(z, inside)
     places = tl.where(inside, place(z).to(tl.int32), _NOWHERE)
     at = row * CHUNKS + chunk
     tl.store(part_stats + at * 2, highest)
@@ -163,7 +163,7 @@ def _draft_topk(
 
     tl.store(arrived + row, 0)  # as the next launch needs it
     one = tl.arange(0, MERGED)
-    log_sum = _log_sum(part_stats + (row * CHUNKS + one) * 2, one < CHUNKS)
+    log_sum = merged_log_sum(part_stats + (row * CHUNKS + one) * 2, one < CHUNKS)
     there = one < CHUNKS * TOPK
     keys = tl.load(
         part_keys + row * CHUNKS * TOPK + one, mask=there, other=_NONE, cache_modifier=".cg"

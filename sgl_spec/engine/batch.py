@@ -13,7 +13,6 @@ from sgl_spec.engine.kv_pool import SlotTable
 from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.layers.transfer import batch_on_device
 from sgl_spec.request import Logprobs
-from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.tree import TokenTree
 
 IntArray = npt.NDArray[np.int64]
@@ -132,30 +131,6 @@ def tree_forward(
         q_starts=starts_of(tree.num_nodes),
         mask_words=tree.ancestor_words()[used],
         max_q_len=tree.width,
-    )
-
-
-def host_tree_forward(
-    trees: ArrayTree, rows: IntArray, committed: IntArray, table: SlotTable
-) -> ForwardBatch:
-    """`tree_forward` where everything lies on the host, all but the slot table of the forward. The
-    host's table is taken to name the slots that the device's does."""
-    spots = np.flatnonzero(trees.used())
-    request = spots // trees.width
-    prefix, node = committed.take(request), spots - request * trees.width
-    starts = np.zeros(trees.batch + 1, dtype=np.int64)
-    np.cumsum(trees.num_nodes, out=starts[1:])
-    slots = table.host[rows.take(request), prefix + node].astype(np.int64)
-    return ForwardBatch(
-        tokens=torch.from_numpy(trees.tokens.take(spots)),
-        positions=torch.from_numpy(prefix + trees.depths.take(spots)),
-        slots=torch.from_numpy(slots),
-        req_to_token=table.device,
-        rows=torch.from_numpy(rows),
-        prefix_lens=torch.from_numpy(committed),
-        q_starts=torch.from_numpy(starts),
-        mask_words=torch.from_numpy(trees.words().take(spots)),
-        max_q_len=trees.width,
     )
 
 

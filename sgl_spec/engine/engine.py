@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import psutil
@@ -50,7 +50,12 @@ from sgl_spec.models.loader import load_model
 from sgl_spec.request import TokenizedRequest
 from sgl_spec.speculative.base import follows_kv
 from sgl_spec.speculative.model_drafter import ModelDrafter
+from sgl_spec.speculative.rules import FollowRule
+from sgl_spec.speculative.simulate import SimulatedRule
 from sgl_spec.text import PROMPT_TAIL, StopMatcher, load_tokenizer
+
+if TYPE_CHECKING:
+    from sgl_spec.engine.cuda.worker import DeviceWorker  # a CPU server needs no triton
 
 logger = logging.getLogger(__name__)
 
@@ -128,20 +133,25 @@ class Engine:
         grammars = GrammarJobs(self._grammar_compiler(), config.vocab_size)
         self.scheduler = Scheduler(self.worker, self.slots, limits, self.counters, grammars)
 
-    def _make_worker(self, kv: KVCache, rows: int) -> Worker:
-        """What runs the batches: rounds that live on the device where the fused kernels run and the
-        drafter is one of ours, else one forward at a time."""
+    def _make_worker(self, kv: KVCache, rows: int) -> Worker | DeviceWorker:
+        """What runs the batches: rounds that live on the device where the fused kernels run, the
+        drafter is one of ours and drafts are followed, else one forward at a time."""
         args, table = self.args, self.slots.table
-        options: dict[str, Any] = {
-            "page_size": args.page_size,
-            "rename_slots": False,
-            "drafter": self.drafter,
-            "rule": self.rule,
-            "topology": topology_of(args),
-        }
         ours = not follows_kv(self.drafter) or isinstance(self.drafter, ModelDrafter)
-        if self.model.kernels == "torch" or not ours:
-            return Worker(self.model, kv, table, asked=self._asked(kv, rows), **options)
+        simulated = self.rule if isinstance(self.rule, SimulatedRule) else None
+        follows = isinstance(self.rule if simulated is None else simulated.rule, FollowRule)
+        if self.model.kernels == "torch" or not ours or not follows:
+            return Worker(
+                self.model,
+                kv,
+                table,
+                page_size=args.page_size,
+                rename_slots=False,
+                drafter=self.drafter,
+                asked=self._asked(kv, rows),
+                rule=self.rule,
+                topology=topology_of(args),
+            )
         from sgl_spec.engine.cuda.graphs import Rounds
         from sgl_spec.engine.cuda.worker import DeviceWorker
 
@@ -152,9 +162,10 @@ class Engine:
             table,
             rounds=Rounds(sizes, captures=bool(sizes)),
             most_nodes=args.tree_nodes,
+            drafter=self.drafter,
+            simulated=simulated,
             weighs=self._weighs,
             prefill_rows=self.sizing.prefill_budget,
-            **options,
         )
         worker.prepare()
         return worker

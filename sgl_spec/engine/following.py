@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,25 +21,22 @@ if TYPE_CHECKING:
 
 class Follower:
     """Runs the target and hands on what its drafter wants of it; any other drafter costs nothing
-    here.
-
-    run: gives the target's final-normed hidden [R, H] of the rows that are read, and the features
-    [T, C] if any are wanted.
-    """
+    here."""
 
     def __init__(self, model: Decoder, kv: KVCache, drafter: Drafter | None) -> None:
         self.model = model
         self.kv = kv
         self.drafter: KVDrafter | None = drafter if follows_kv(drafter) else None
         self.capture = () if self.drafter is None else self.drafter.capture
-        self.run: Callable[[ForwardBatch], tuple[Tensor, Tensor | None]] = self._run
 
     @property
     def reads_hidden(self) -> bool:
         """Whether the drafter wants the final hidden of every row."""
         return self.model.config.num_layers in self.capture
 
-    def _run(self, forward: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+    def run(self, forward: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """The target's final-normed hidden [R, H] of the rows that are read, and the features
+        [T, C] if any are wanted."""
         if self.capture:
             return self.model.forward_features(forward, self.kv, self.capture)
         return self.model.forward(forward, self.kv), None

@@ -7,7 +7,6 @@ of all its memory is planned for, and the rest is left to CUDA itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -24,9 +23,10 @@ POOL_FRACTION = 0.25  # of the memory that is free at start, for the KV pool of 
 _SPARE = 512 << 20  # of a GPU's free memory: what the libraries allocate by themselves
 _GRAPH = 16 << 20  # a captured graph's own launches
 CAPTURED_ROWS = 2048  # of a captured forward; larger ones keep the card busy anyway
-ROUND_KINDS = 3  # greedy, sampled, filtered: each size of a round has a graph for each
-SEAM_GRAPHS, SEAM_DRAFT_GRAPHS = 24, 16  # most forwards captured for themselves
+ROUND_KINDS = 5  # `cuda.round.KINDS`: each size of a round has graphs for each
 _ATTENTION = 128 << 20  # parts of split attention
+_SETTINGS = 9  # bytes an entry of the vocabulary: marks, counts and biases of a row
+_FOUND = 1 << 15  # bytes of an emitted token's log-probabilities and what finds them
 _SAMPLED = 64  # bytes an entry while logits are filtered and sorted
 
 
@@ -63,16 +63,18 @@ def work_bytes(config: ModelConfig, itemsize: int, shapes: Shapes) -> int:
     logits = tree_rows * config.vocab_size * (itemsize + 4)
     drafted = tree_rows * shapes.draft_columns * (itemsize + 8)
     sampled = min(shapes.requests * config.vocab_size, DEVICE_ELEMENTS) * _SAMPLED
-    counts = shapes.requests * config.vocab_size * 5  # of the texts with penalties
-    adjusted = tree_rows * config.vocab_size * 4  # where the host judges
-    judged = sampled + counts + adjusted
-    eager = max(shapes.prompt_rows, tree_rows) * row + logits + drafted + judged
+    rounds = shapes.requests * _SETTINGS * config.vocab_size + tree_rows * (
+        config.vocab_size * 4  # adjusted logits
+        + config.vocab_size // 8  # masks
+        + 2 * config.vocab_size * itemsize  # what masked rounds keep, of all sizes
+        + _FOUND
+    )
+    eager = max(shapes.prompt_rows, tree_rows) * row + logits + drafted + sampled
     graphs = 0
     if shapes.graphs:
-        kept = CAPTURED_ROWS * (3 + shapes.captured) * config.hidden_size * itemsize
         rows = max(tree_rows, CAPTURED_ROWS) * row
-        graphs = rows + logits + drafted + kept + shapes.graphs * _GRAPH
-    return eager + graphs + _ATTENTION
+        graphs = rows + logits + drafted + shapes.graphs * _GRAPH
+    return eager + rounds + graphs + _ATTENTION
 
 
 def _row_bytes(config: ModelConfig, itemsize: int, captured: int) -> int:
@@ -174,11 +176,6 @@ def gpu_hint(memory: GpuMemory, work: int, pool: int) -> str:
         f"{needs}, of {_gb(memory.total)} GB, {_gb(memory.free)} GB of them free. Lower "
         "--max-running-requests, --chunked-prefill-size or --context-length, or free memory."
     )
-
-
-def shown(parts: Mapping[str, int]) -> dict[str, float]:
-    """Bytes by purpose as GB."""
-    return {name: amount / 1e9 for name, amount in parts.items()}
 
 
 def _gb(amount: int) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 
 from sgl_spec.engine.batch import IntArray
 from sgl_spec.engine.req import Req
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
 
 
 class RowSampling:
-    """See the module. num_rows: request rows."""
+    """See the module. num_rows: request rows. counts: whether to count texts; without, penalties
+    are left out."""
 
-    def __init__(self, model: Decoder, num_rows: int) -> None:
+    def __init__(self, model: Decoder, num_rows: int, *, counts: bool = True) -> None:
         self._config, self._device, self._num_rows = model.config, model.device, num_rows
+        self._counts_texts = counts
         self._params: dict[int, tuple[SamplingParams, int]] = {}
         self._built: tuple[bytes, SamplingRows] | None = None
         self._counts: TokenCounts | None = None  # made when a request with penalties comes
@@ -33,8 +36,13 @@ class RowSampling:
 
     def open(self, req: Req) -> None:
         """A request took a row."""
-        row, penalised = req.held.row, req.sampling.penalised
-        self._params[row] = (req.sampling, req.prompt_len)
+        row, sampling = req.held.row, req.sampling
+        if not self._counts_texts:
+            sampling = replace(
+                sampling, frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0
+            )
+        penalised = sampling.penalised
+        self._params[row] = (sampling, req.prompt_len)
         self._built = None
         self._counted[row] = penalised
         if penalised:

@@ -145,13 +145,12 @@ class Scheduler:
         return plan if plan is not None and self._runs_ahead(plan) else None
 
     def _runs_ahead(self, plan: Plan) -> bool:
-        """A grammar's next mask needs the tokens of the batch before."""
-        free = all(req.constraint is None for req in plan.reqs)
-        return self.limits.overlap and free and self.worker.runs_ahead(plan.reqs)
+        return self.limits.overlap and self.worker.runs_ahead(plan.reqs)
 
     def _launch(self, plan: Plan | None) -> None:
-        """Launch a batch, then collect those before it. A batch in flight stays so until the next
-        step: meanwhile the host sends replies and receives requests."""
+        """Launch a batch, then collect those before it, whose tokens a grammar's masks need. A
+        batch in flight stays so until the next step: meanwhile the host sends replies and receives
+        requests."""
         if plan is None:
             if not (self.waiting or self._ended):
                 self.compiling.wait()
@@ -162,11 +161,13 @@ class Scheduler:
             req.in_flight += 1
         launched = self.worker.launch(plan.batch)
         self.worker.settle()
-        self._flights.append(Flight(plan, launched, ahead))
         self._prefills = self._prefills + 1 if isinstance(plan.batch, PrefillBatch) else 0
         if self._prefills:
             for req in self.running:
                 req.passed += req.phase is Phase.PREFILL and not req.in_flight
+        self._collect(under_way=0)
+        launched = self.worker.resume(launched)
+        self._flights.append(Flight(plan, launched, ahead))
         self._collect(under_way=self.limits.overlap and not isinstance(launched, Computed))
 
     def _collect(self, under_way: int) -> None:

@@ -12,8 +12,6 @@ from sgl_spec.engine.drafting import device_index
 from sgl_spec.engine.memory import (
     CAPTURED_ROWS,
     ROUND_KINDS,
-    SEAM_DRAFT_GRAPHS,
-    SEAM_GRAPHS,
     GpuMemory,
     Shapes,
     cpu_room,
@@ -92,9 +90,6 @@ class Sizing:
             prompt_rows = max(prompt_rows, self.context_length)
         sizes = self.graph_sizes(args.max_running_requests)
         trees = TreeShapes(sizes, args.tree_nodes) if draft is None and args.tree_nodes > 1 else ()
-        seams = SEAM_GRAPHS
-        if draft is not None:  # which has forwards, and graphs in which trees grow
-            seams += SEAM_DRAFT_GRAPHS + ROUND_KINDS * len(TreeShapes(sizes, 1).sizes)
         prompts = len(row_counts(min(self.prefill_budget, CAPTURED_ROWS)))
         return Shapes(
             prompt_rows=prompt_rows,
@@ -102,7 +97,7 @@ class Sizing:
             nodes=args.tree_nodes,
             captured=0 if draft is None else len(draft.capture),
             draft_columns=0 if draft is None else draft.logit_width,
-            graphs=ROUND_KINDS * (len(sizes) + len(trees)) + (seams + prompts if sizes else 0),
+            graphs=ROUND_KINDS * (len(sizes) + len(trees)) + (prompts if sizes else 0),
         )
 
     def graph_sizes(self, rows: int) -> tuple[int, ...]:

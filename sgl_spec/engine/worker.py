@@ -82,12 +82,7 @@ class Worker:
     of one slot only); it leaves a request's slots out of order. asked: decides what is
     drafted; None verifies whatever is proposed. rule: how drafts are accepted; topology: the shape
     that sampled trees must have, where the rule asks for them.
-
-    defers: whether launched batches run while the host goes on, so that a drafter's other work is
-    better done after the next launch.
     """
-
-    defers = False
 
     def __init__(
         self,
@@ -143,7 +138,7 @@ class Worker:
         self.drafter.begin(row, self.tokens[row, :length], req.drafted)
         req.drafted = length
         self._drafting.add(row)
-        self._settle_now()
+        self.settle()
 
     def shareable(self, req: Req) -> int:
         """Leading tokens of a request whose KV, the target's and the drafter's, is there."""
@@ -189,6 +184,10 @@ class Worker:
             return Computed(self._prefill(batch))
         return Computed(self._decode(batch))
 
+    def resume(self, launched: Launched) -> Launched:
+        """Nothing is left to do."""
+        return launched
+
     def collect(self, launched: Launched) -> StepOutput:
         """What a launched batch gave its requests."""
         assert isinstance(launched, Computed)
@@ -206,7 +205,7 @@ class Worker:
             kept = replace(done.accepted, counts=counts)
             self.follower.verified(done.draft, kept, done.offsets, done.features)
             self.drafter.observe(done.draft, done.tree, kept)
-            self._settle_now()
+            self.settle()
             self._note(done, kept, sum(taken))
 
     def _note(self, done: _Round, kept: AcceptResult, tokens: int) -> None:
@@ -218,13 +217,8 @@ class Worker:
         self.asked.note(done.decision, len(done.draft.rows), tokens, ms)
 
     def settle(self) -> None:
-        """A batch was launched: what the drafter has put off may be done behind it."""
+        """Let the drafter do what it has put off: nothing is gained by waiting here."""
         settle(self.drafter)
-
-    def _settle_now(self) -> None:
-        """Where batches are computed when they are launched nothing is gained by waiting."""
-        if not self.defers:
-            self.settle()
 
     def _prefill(self, batch: PrefillBatch) -> StepOutput:
         forward = prefill_forward(batch, self.tokens, self.table)

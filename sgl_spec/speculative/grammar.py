@@ -9,7 +9,8 @@ rules out, which need not be verified. Requests without a grammar are not looked
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
@@ -146,38 +147,75 @@ class Constraint:
         return Place.OPEN
 
 
+@dataclass(frozen=True, slots=True)
+class Masked:
+    """Masks of B trees of N nodes. words: [M, ceil(V / 32)] int32. row_of: [B, N] int64, the row
+    of words that restricts a node, -1 where it is free. legal: [B, N] bool, False for drafts that
+    leave their request's grammar."""
+
+    words: Words
+    row_of: npt.NDArray[np.int64]
+    legal: npt.NDArray[np.bool_]
+
+
+def tree_masks(
+    tokens: npt.NDArray[np.int64],
+    parents: npt.NDArray[np.int64],
+    num_nodes: npt.NDArray[np.int64],
+    constraints: Sequence[Constraint | None],
+    pool: Executor | None = None,
+) -> Masked:
+    """The masks of all nodes of the requests that have a grammar.
+
+    tokens, parents: [B, N], of which a tree's first num_nodes [B] count. constraints: one per tree,
+    None for a request without a grammar; each stands at its tree's root and does so again
+    afterwards. The nodes below an illegal one stay free: no walk reaches them. pool: threads for
+    the walks, which spend their time in the grammar engine, outside Python's lock.
+    """
+    row_of = np.full(tokens.shape, -1, dtype=np.int64)
+    legal = np.ones(tokens.shape, dtype=np.bool_)
+    walks, width, used = [], 0, 0
+    for i, one in enumerate(constraints):
+        if one is not None:
+            count, width = int(num_nodes[i]), len(one.words)
+            walks.append((i, one, count, used))
+            used += count
+    words = np.empty((used, width), dtype=np.int32)
+
+    def walk(i: int, one: Constraint, count: int, start: int) -> None:
+        found = _Walk(one, tokens[i, :count].tolist(), parents[i, :count].tolist(), words, start)
+        row_of[i, :count], legal[i, :count] = found.row_of, found.legal
+
+    if pool is None or len(walks) < 2:
+        for each in walks:
+            walk(*each)
+    else:
+        list(pool.map(lambda each: walk(*each), walks))
+    return Masked(words, row_of, legal)
+
+
 def mask_tree(
     tree: TokenTree, constraints: Sequence[Constraint | None], *, drop: bool = True
 ) -> TokenTree:
     """The trees with `allowed` set, without the nodes that leave their request's grammar.
 
-    constraints: one per tree, None for a request without a grammar; each stands at its tree's root
-    and does so again afterwards. drop False keeps all nodes: where drafts are sampled, a node may
+    constraints: see `tree_masks`. drop False keeps all nodes: where drafts are sampled, a node may
     not be taken out because of its token; it is rejected, since the target gives it probability 0.
-    The rows of such nodes stay free, and no walk reaches them.
     """
     if all(one is None for one in constraints):
         return tree
-    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-    counts = tree.num_nodes.tolist()
-    rows = sum(n for n, one in zip(counts, constraints, strict=True) if one is not None)
-    width = next(len(one.words) for one in constraints if one is not None)
-    words = np.empty((rows, width), dtype=np.int32)
-    row_of = np.full((tree.batch, tree.width), -1, dtype=np.int64)
-    keep = np.ones((tree.batch, tree.width), dtype=np.bool_)
-    used = 0
-    for i, one in enumerate(constraints):
-        if one is not None:
-            walk = _Walk(one, tokens[i][: counts[i]], parents[i][: counts[i]], words, used)
-            keep[i, : counts[i]] = walk.legal
-            row_of[i, : counts[i]] = walk.row_of
-            used = walk.end
     device = tree.tokens.device
-    allowed = NodeMasks(on_device(words, device), on_device(row_of, device))
+    found = tree_masks(
+        tree.tokens.numpy(force=True),
+        tree.parents.numpy(force=True),
+        tree.num_nodes.numpy(force=True),
+        constraints,
+    )
+    allowed = NodeMasks(on_device(found.words, device), on_device(found.row_of, device))
     tree = replace(tree, allowed=allowed)
-    if not drop or bool(keep.all()):
+    if not drop or bool(found.legal.all()):
         return tree
-    return keep_nodes(tree, on_device(keep, device))
+    return keep_nodes(tree, on_device(found.legal, device))
 
 
 def token_masks(tree: TokenTree) -> TokenMasks | None:

@@ -13,7 +13,6 @@ children follow from the last row either way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -68,8 +67,7 @@ class ModelDrafter:
     written: [num_rows], leading positions that hold the draft's KV. known: [num_rows], positions
     whose inputs are known; between the two lie the rows that wait. last: [num_rows, H], what the
     model returned for the row's last written position. The counts lie on the CPU, what the model
-    gives and the trees on `device`, the target's. forward: runs the model, over `kv`.
-    grow: gives the trees of requests whose text is written.
+    gives and the trees on `device`, the target's.
     """
 
     samples = True
@@ -91,8 +89,6 @@ class ModelDrafter:
         self.reads_ahead = self.shift == 1
         self.req_to_token = req_to_token
         self.kv = model.new_kv_cache(num_slots)
-        self.forward: Callable[[ForwardBatch, Tensor | None], Tensor] = self._forward
-        self.grow: Callable[[DraftBatch], TokenTree] = self._grow
         num_rows = len(req_to_token)
         self.device = device = req_to_token.device
         self.written = torch.zeros(num_rows, dtype=torch.int64)
@@ -123,7 +119,7 @@ class ModelDrafter:
             forward = replace(forward, tokens=on_device(following, self.device))
         fused = None if features is None else self.model.fuse(features)
         forward = replace(forward, wanted=forward.q_starts[1:] - 1)
-        self.last[forward.rows] = self.forward(forward, fused)
+        self.last[forward.rows] = self._forward(forward, fused)
 
     def verified(self, batch: DraftBatch, counts: Tensor, features: Tensor | None) -> None:
         """See `KVDrafter`. The rows wait; requests with too many of them catch up."""
@@ -164,7 +160,7 @@ class ModelDrafter:
         if self._waiting is not None:
             waits = on_device(torch.stack((at, todo.within())), self.device)
             features = self._waiting[waits[0], waits[1]]
-        hidden = self.forward(forward, features)
+        hidden = self._forward(forward, features)
         self.last[forward.rows] = hidden[on_device(todo.ends, self.device)]
         self.written[todo.rows] += todo.counts
         self._totals.extends += 1
@@ -211,7 +207,7 @@ class ModelDrafter:
         drafting = batch if len(wanted) == len(batch.rows) else batch.take(wanted)
         rows = torch.from_numpy(drafting.rows)
         self.catch_up(rows, torch.from_numpy(drafting.lengths), batch.tokens)
-        trees = self.grow(drafting) if self.topology is None else self._draw(drafting)
+        trees = self._grow(drafting) if self.topology is None else self._draw(drafting)
         return trees if drafting is batch else _spread(trees, batch, wanted)
 
     def _know_roots(self, rows: Tensor, lengths: Tensor) -> None:
@@ -233,7 +229,7 @@ class ModelDrafter:
         forward = columns.forward(request, *nodes)
         self._totals.tree_forwards += 1
         self._totals.tree_rows += len(request)
-        return self.forward(forward, above if self.shift else None)
+        return self._forward(forward, above if self.shift else None)
 
     def _forward(self, batch: ForwardBatch, features: Tensor | None) -> Tensor:
         return self.model.forward(batch, features, self.kv)

@@ -91,7 +91,7 @@ def build_rows(
     assert len(seeds) == len(params), (
         "a request without a seed gets one before it reaches the engine"
     )
-    enders = [_enders(p, eos_ids) for p in params]
+    enders = [end_ids_of(p, eos_ids) for p in params]
     minimum = [
         n + p.min_new_tokens if e else 0
         for p, n, e in zip(params, prompt_lens, enders, strict=True)
@@ -119,7 +119,8 @@ def build_rows(
     )
 
 
-def _enders(params: SamplingParams, eos_ids: Sequence[int]) -> list[int]:
+def end_ids_of(params: SamplingParams, eos_ids: Sequence[int]) -> list[int]:
+    """Tokens that may not end the request before its minimum length; none without one."""
     if params.min_new_tokens == 0:
         return []
     return [*(() if params.ignore_eos else eos_ids), *params.stop_token_ids]

@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -209,44 +208,35 @@ def sampling(dtype: torch.dtype) -> None:
         filters.token_cuts(rows, ints, ints, *settings, cuts, heads)
 
 
-def adjusting(dtype: torch.dtype) -> None:
-    from sgl_spec_kernels.adjust import Biases, Masks, Penalties, adjust_logits
+def settings(dtype: torch.dtype) -> None:
+    from sgl_spec_kernels import sample
+    from sgl_spec_kernels.logprobs import Asked, emitted_logprobs, found_space
+    from sgl_spec_kernels.settings import (
+        Masks,
+        RowSettings,
+        adjust_logits,
+        adjusted_space,
+        count_tokens,
+    )
 
-    ints, nodes, vocab = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 8).long(), 128256
-    yes, floats, counts = torch.ones(2, dtype=torch.bool), torch.zeros(2), torch.zeros(2, vocab)
-    biases = Biases(nodes, nodes.float(), nodes, yes, nodes, yes)
-    masks = Masks(torch.zeros(1, vocab // 32, dtype=torch.int32), nodes)
-    for parts in ((), (Penalties(ints, counts.bool(), counts, *[floats] * 3), biases, masks)):
-        trees = (ints, ints, ints, nodes, nodes, nodes)
-        adjust_logits(torch.zeros(16, vocab), *trees, yes, ints, nodes, *parts)
-
-
-def judging(dtype: torch.dtype) -> None:
-    """Batches that the host judges: each kind of request by itself, with and without drafts."""
-    from sgl_spec.engine.cuda.follow import DeviceFollow
-    from sgl_spec.engine.cuda.rounds import SharedHeads
-    from sgl_spec.request import SamplingParams
-    from sgl_spec.speculative.grammar import token_masks
-    from sgl_spec.speculative.penalties import TokenCounts
-    from sgl_spec.speculative.sampling import build_rows
-    from sgl_spec.speculative.tree import NodeMasks, TokenTree
-
-    vocab, batch, follow = 128256, 2, DeviceFollow(8, SharedHeads())
-    counts, ints = TokenCounts(batch, vocab), torch.zeros(batch, dtype=torch.int64)
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"frequency_penalty": 1.0},
-        {"logit_bias": {5: 1.0, 6: 2.0, 7: 1.0}},
-        {"logit_bias": {5: 100.0, 7: -100.0}, "min_new_tokens": 4},
-    ]
-    for nodes, settings in product((1, 8), kinds):
-        params = [SamplingParams(seed=1, temperature=1.0, top_p=0.9, **settings)] * batch
-        rows = build_rows(params, [1] * batch, [2, 9, 11], counts=counts)
-        wide = torch.zeros(batch, nodes, dtype=torch.int64)
-        words = torch.zeros(batch, vocab // 32, dtype=torch.int32)
-        tree = TokenTree(wide, wide - 1, ints + 1, allowed=NodeMasks(words, wide))
-        logits = torch.zeros(batch * nodes, vocab)
-        follow(tree, logits, ints, rows, ints, masks=token_masks(tree))
+    ints, floats, vocab = torch.zeros(2, dtype=torch.int64), torch.zeros(2), 128256
+    wide = torch.zeros(2, vocab)
+    rows = RowSettings(ints, ints, floats, floats, floats, wide.byte(), wide.int(), wide)
+    words = torch.zeros(1, vocab // 32, dtype=torch.int32)
+    for nodes in (1, 8, 64):
+        tree = torch.zeros(2, nodes, dtype=torch.int64)
+        logits, out = (
+            torch.zeros(2 * nodes, vocab, dtype=dtype),
+            sample.walked(2, nodes, vocab, "cpu"),
+        )
+        space = adjusted_space(2 * nodes, vocab, "cpu")
+        for masks in (None, Masks(words, tree)):
+            where = (ints, ints, ints, ints, tree, tree, tree)
+            adjust_logits(logits, space, rows, *where, masks)
+        count_tokens(rows, ints, out, 1)
+        asked = Asked(ints, ints, torch.zeros(2, 1024, dtype=torch.int32))
+        found = found_space(2 * nodes, vocab, 128, 1024, "cpu")
+        emitted_logprobs(logits, ints, ints, asked, out, found, nodes)
 
 
 def rounds(dtype: torch.dtype) -> None:
@@ -290,8 +280,7 @@ CALLS: dict[str, Callable[[torch.dtype], None]] = {
     "skinny": skinny,
     "draft": draft,
     "sampling": sampling,
-    "adjusting": adjusting,
-    "judging": judging,
+    "settings": settings,
     "rounds": rounds,
     "ngrams": ngrams,
 }

@@ -23,11 +23,3 @@ def few_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         from sgl_spec_kernels import tree_attn
 
         monkeypatch.setattr(tree_attn, "_PROGRAMS", 8)
-
-
-@pytest.fixture
-def few_shapes(few_programs: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards of batches that the host judges are filled up to few rows, for the same reason."""
-    from sgl_spec.engine.cuda import forwards
-
-    monkeypatch.setattr(forwards, "ROWS", (12, 64))

@@ -21,6 +21,7 @@ from tiny import MIN_VOCAB, make_tiny
 from sgl_spec import LLM
 from sgl_spec.engine.batch import DecodeBatch
 from sgl_spec.engine.cuda.model_rounds import ModelRounds
+from sgl_spec.engine.cuda.round import KINDS
 from sgl_spec.engine.cuda.worker import DeviceWorker
 
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -147,7 +148,7 @@ def test_what_the_device_has_read_is_drafted(
     # A second time each text but its last token is copied: the first token comes with the prompt.
     assert counters.verify_ct - rounds == len(PROMPTS)
     assert counters.emitted - emitted == 3 * len(PROMPTS)
-    # Penalties need the host between forwards; it asks the same index.
+    # Rounds with settings ask the same index.
     penalised = {**GREEDY, "frequency_penalty": 1e-6, "presence_penalty": 1e-6}
     emitted, rounds = counters.emitted, counters.verify_ct
     assert texts(llm, [penalised] * 3) == first
@@ -173,13 +174,13 @@ def test_what_sampled_batches_need_is_made_before_they_come(
         pass
     made = len(worker.rounds)
     sizes = 2 if kind == "device" else 1  # with drafts and without
-    assert made == before + 2 * sizes, "sampled and filtered"
+    assert made == before + (len(KINDS) - 1) * sizes
     made_for = worker.rounds._made.items()
-    cuts = [one.program.acceptance.cuts for key, one in made_for if key[0] != "prefill"]
-    spaces = [one.heads.keys.data_ptr() for one in cuts if one is not None]
-    assert len(spaces) == sizes
-    assert len(set(spaces)) == 1, "rounds run one after the other and share their work space"
-    assert worker.follow.heads is worker.parts.heads, "so do batches that the host judges"
+    rounds = [one.program for key, one in made_for if key[0] != "prefill"]
+    cuts = [one.acceptance.cuts for one in rounds if one.acceptance.cuts is not None]
+    assert len(cuts) == 3 * sizes, "filtered, with settings, and masked"
+    spaces = {one.heads.keys.data_ptr() for one in cuts}
+    assert len(spaces) == 1, "rounds run one after the other and share their work space"
     assert texts(llm, MIXED) == expected
     assert len(worker.rounds) == made
 

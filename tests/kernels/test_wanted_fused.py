@@ -16,10 +16,9 @@ from model_runs import Piece, Run
 from tiny import make_tiny
 from wanted_runs import check_wanted, features_of
 
-from sgl_spec.engine.cuda import tree_round
-from sgl_spec.engine.cuda.rounds import DraftParts, Parts, Requests, RoundKind
+from sgl_spec.engine.cuda import round
+from sgl_spec.engine.cuda.round import DraftParts, Extension, Parts, Requests, RoundKind, Space
 from sgl_spec.engine.cuda.state import DeviceRows
-from sgl_spec.engine.cuda.tree_round import Extension
 from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.draft import DraftModel
 from sgl_spec.models.draft_loader import load_draft
@@ -117,7 +116,7 @@ def check_extension(
     features = torch.randn(9, 64 * len(draft.capture), generator=torch.Generator().manual_seed(2))
     found = []
     for most in (0, 99):
-        monkeypatch.setattr(tree_round, "_PRODUCT_ROWS", most)
+        monkeypatch.setattr(round, "_PRODUCT_ROWS", most)
         run = DraftRun(draft, 4, 30)
         parts = draft_parts_of(run, target, draft)
         extension, accepted = extension_of(parts), walked(3, 3, 512, target.device)
@@ -137,9 +136,10 @@ def draft_parts_of(run: DraftRun, target: Decoder, draft: DraftModel) -> Parts:
     """Three requests, the last table row is the filler; their texts begin now."""
     device = target.device
     hidden = torch.zeros(4, draft.width, device=device)
-    shape = DraftParts(draft, run.kv, hidden, steps=2, topk=1, nodes=3, shared_noise=True)
-    rows = DeviceRows(3, device)
-    return Parts(target, target.new_kv_cache(8), run.table.to(device), rows, shape)
+    vocab = target.config.vocab_size
+    rows, space = DeviceRows(3, vocab, [], device), Space(vocab, device)
+    own = DraftParts(draft, run.kv, hidden)
+    return Parts(target, target.new_kv_cache(8), run.table.to(device), rows, space, own)
 
 
 def extension_of(parts: Parts) -> Extension:

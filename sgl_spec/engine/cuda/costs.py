@@ -21,6 +21,15 @@ _BLEND = 1 / 16  # weight of the newest round
 _MOST_WAITED = 20.0  # ms; a longer gap is none of the host's work
 
 
+def sparse_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Of these batch sizes, rising, those that at least double, and the largest."""
+    kept: list[int] = []
+    for size in sizes:
+        if not kept or size >= 2 * kept[-1] or size == sizes[-1]:
+            kept.append(size)
+    return tuple(kept)
+
+
 class TreeShapes:
     """The shapes. sizes: batch sizes, rising; none where rounds are not captured. most_nodes: of a
     tree, root included."""
@@ -28,11 +37,7 @@ class TreeShapes:
     def __init__(self, captured: Sequence[int], most_nodes: int) -> None:
         """captured: batch sizes that are captured without trees."""
         self.most_nodes = most_nodes
-        sizes: list[int] = []
-        for size in captured:
-            if not sizes or size >= 2 * sizes[-1] or size == captured[-1]:
-                sizes.append(size)
-        self.sizes = tuple(sizes)
+        self.sizes = sparse_sizes(captured)
 
     def rows(self, size: int) -> tuple[int, ...]:
         """Rows of the rounds of a batch size, rising; a request has one for its root."""

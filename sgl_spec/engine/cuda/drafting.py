@@ -18,11 +18,11 @@ import numpy.typing as npt
 from sgl_spec.engine.batch import DecodeBatch
 from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
-from sgl_spec.engine.cuda.host_round import HostRound
-from sgl_spec.engine.cuda.rounds import Parts, RoundKind
+from sgl_spec.engine.cuda.round import Parts, Requests, Round, RoundKind
 from sgl_spec.engine.cuda.running import Planned, RunningRound
 from sgl_spec.engine.cuda.sources import ShapedRounds
 from sgl_spec.engine.cuda.tree_ledger import TreeLedger
+from sgl_spec.engine.cuda.trees import HostTrees
 from sgl_spec.speculative.array_tree import ArrayTree, accepted_of
 from sgl_spec.speculative.base import DraftBatch, Drafter
 from sgl_spec.speculative.prune import choose, useful_nodes
@@ -231,12 +231,12 @@ class HostTreeRounds(ShapedRounds):
         """See `ShapedRounds`."""
         if rows == size:
             return self.plain(size, kind)
-        nodes = self.shapes.most_nodes
-        return self.rounds.get(
-            ("host", size, rows, kind),
-            lambda: HostRound(self.parts, size, kind, rows, nodes),
-            size,
-        )
+
+        def trees(parts: Parts, requests: Requests) -> HostTrees:
+            return HostTrees(parts, requests, rows, self.shapes.most_nodes)
+
+        key = ("host", size, rows, kind)
+        return self.rounds.get(key, lambda: Round(self.parts, size, kind, trees), size)
 
     def proposed(self, batch: DecodeBatch, planned: Planned) -> list[int]:
         """See `RoundSource`."""

@@ -5,30 +5,44 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from sgl_spec.engine.cuda.rounds import Round
+from sgl_spec.engine.cuda.costs import sparse_sizes
+from sgl_spec.engine.cuda.round import Program
 
 logger = logging.getLogger(__name__)
 
 BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
+def captured_parts(program: Program) -> list[Callable[[], None]]:
+    """What becomes a graph each."""
+    return list(program.pieces) if program.split else [partial(run_all, program)]
+
+
+def run_all(program: Program) -> None:
+    """Enqueue its pieces, kernel by kernel."""
+    for piece in program.pieces:
+        piece()
+
+
 class Replayed:
-    """A round and, where it was captured, its graph."""
+    """A program and, where it was captured, its graphs: one, or one for each piece."""
 
-    def __init__(self, program: Round) -> None:
+    def __init__(self, program: Program) -> None:
         self.program = program
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graphs: list[torch.cuda.CUDAGraph] = []
 
-    def run(self) -> None:
-        """Enqueue it."""
-        if self.graph is None:
-            self.program()
-        else:
-            self.graph.replay()
+    def run(self, piece: int | None = None) -> None:
+        """Enqueue all of it, or one piece of a program that is split."""
+        assert piece is None or self.program.split
+        parts = self.program.pieces
+        runs = [graph.replay for graph in self.graphs] or list(parts)
+        for run in runs if piece is None else runs[piece : piece + 1]:
+            run()
 
     def capture(self, pool: object) -> None:
         """Run it once with nothing but filler, which compiles what it needs, then record it."""
@@ -36,12 +50,13 @@ class Replayed:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self.program()
+            run_all(self.program)
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):  # type: ignore[arg-type]
-            self.program()
-        self.graph = graph
+        for part in captured_parts(self.program):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):  # type: ignore[arg-type]
+                part()
+            self.graphs.append(graph)
 
 
 class Rounds:
@@ -54,11 +69,16 @@ class Rounds:
         self._made: dict[Hashable, Replayed] = {}
         self._pool = torch.cuda.graph_pool_handle() if captures else None
 
-    def padded(self, batch: int) -> int:
+    def padded(self, batch: int, *, masked: bool = False) -> int:
         """The batch size that a batch is run with."""
-        return next((size for size in self.sizes if size >= batch), batch)
+        return next((size for size in self.sizes_for(masked=masked) if size >= batch), batch)
 
-    def get(self, key: Hashable, make: Callable[[], Round], batch: int | None = None) -> Replayed:
+    def sizes_for(self, *, masked: bool) -> tuple[int, ...]:
+        """Batch sizes that are captured. What the pieces of a masked round hand on is never
+        another's memory, so of these there are fewer."""
+        return sparse_sizes(self.sizes) if masked else self.sizes
+
+    def get(self, key: Hashable, make: Callable[[], Program], batch: int | None = None) -> Replayed:
         """The round of this key; `make` builds it. batch: its size, from `padded`: of sizes that
         are not captured it is made anew each time. None: it is captured if any is."""
         known = self._made.get(key)

@@ -8,16 +8,15 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from sgl_spec.engine.batch import DecodeBatch, IntArray
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
-from sgl_spec.engine.cuda.rounds import DraftParts, Parts, RoundKind
+from sgl_spec.engine.cuda.model_trees import GrownTrees
+from sgl_spec.engine.cuda.round import DraftParts, Parts, Requests, Round, RoundKind
 from sgl_spec.engine.cuda.running import Planned, RunningRound
 from sgl_spec.engine.cuda.sources import RoundSource
 from sgl_spec.engine.cuda.timing import timed
-from sgl_spec.engine.cuda.tree_round import TreeRound
 from sgl_spec.speculative.base import Drafter
 from sgl_spec.speculative.draft_economy import DraftEconomy
 from sgl_spec.speculative.model_drafter import ModelDrafter
@@ -29,16 +28,7 @@ def draft_parts(drafter: Drafter | None) -> DraftParts | None:
     """Those of a draft model, None for any other drafter."""
     if not isinstance(drafter, ModelDrafter):
         return None
-    shape = drafter.shape
-    return DraftParts(
-        model=drafter.model,
-        kv=drafter.kv,
-        hidden=drafter.last,
-        steps=shape.steps,
-        topk=shape.topk,
-        nodes=shape.draft_tokens,
-        shared_noise=shape.shared_noise,
-    )
+    return DraftParts(model=drafter.model, kv=drafter.kv, hidden=drafter.last)
 
 
 class Resting:
@@ -68,21 +58,20 @@ class Resting:
 
 
 class ModelRounds(RoundSource):
-    """The model drafts, or rests and only follows. texts: [rows, width], every request's. weighs:
-    whether it rests where drafting does not pay."""
+    """The model drafts, or rests and only follows. weighs: whether it rests where drafting does not
+    pay."""
 
     def __init__(
         self,
         parts: Parts,
         rounds: Rounds,
         drafter: ModelDrafter,
-        texts: npt.NDArray[np.int32],
         *,
         weighs: bool,
     ) -> None:
         super().__init__(parts, rounds)
         assert parts.draft is not None
-        self.drafter, self.texts, self.nodes = drafter, texts, parts.draft.nodes
+        self.drafter, self.shape = drafter, drafter.shape
         self.resting = Resting(DraftEconomy()) if weighs and rounds.sizes else None
 
     def filled(self, rows: IntArray, ends: IntArray) -> None:
@@ -92,10 +81,6 @@ class ModelRounds(RoundSource):
     def kept(self, rows: IntArray, lengths: IntArray) -> None:
         """See `RoundSource`. The model has followed."""
         self._mark_written(rows, lengths - self.drafter.shift)
-
-    def placed(self, rows: IntArray, lengths: IntArray) -> None:
-        """See `RoundSource`."""
-        self.drafter.catch_up(torch.from_numpy(rows), torch.from_numpy(lengths), self.texts)
 
     def _mark_written(self, rows: IntArray, ends: IntArray) -> None:
         """The draft's KV holds so many positions."""
@@ -118,15 +103,21 @@ class ModelRounds(RoundSource):
         """The round of so many requests."""
         if not drafts:
             return self.plain(size, replace(kind, forced=False))
-        padded = self.rounds.padded(size)
+        padded = self.rounds.padded(size, masked=kind.masked)
         key = ("tree", padded, kind)
-        return self.rounds.get(key, lambda: TreeRound(self.parts, padded, kind), padded)
+        return self.rounds.get(key, lambda: self._make(padded, kind), padded)
+
+    def _make(self, batch: int, kind: RoundKind) -> Round:
+        def trees(parts: Parts, requests: Requests) -> GrownTrees:
+            return GrownTrees(parts, requests, self.shape)
+
+        return Round(self.parts, batch, kind, trees)
 
     def proposed(self, batch: DecodeBatch, planned: Planned) -> list[int]:
         """See `RoundSource`: as many as the trees may have."""
         if not planned.drafted:
             return super().proposed(batch, planned)
-        counts: list[int] = (np.minimum(batch.max_nodes, self.nodes) - 1).tolist()
+        counts: list[int] = (np.minimum(batch.max_nodes, self.shape.draft_tokens) - 1).tolist()
         return counts
 
     def collected(self, launched: RunningRound, lengths: IntArray, given: IntArray) -> list[int]:
@@ -151,5 +142,5 @@ class ModelRounds(RoundSource):
     def every_round(self, kind: RoundKind) -> list[Callable[[], Replayed]]:
         """See `RoundSource`."""
         kinds = (True, False) if self.resting is not None else (True,)
-        sizes = reversed(self.rounds.sizes)
+        sizes = reversed(self.rounds.sizes_for(masked=kind.masked))
         return [partial(self.round_of, size, kind, drafts=each) for size in sizes for each in kinds]

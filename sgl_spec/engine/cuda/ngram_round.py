@@ -15,15 +15,7 @@ from sgl_spec.engine.batch import DecodeBatch
 from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
 from sgl_spec.engine.cuda.ngram import DeviceNgram, RoundSizes
-from sgl_spec.engine.cuda.rounds import (
-    Acceptance,
-    ChainTrees,
-    IntArray,
-    Parts,
-    Requests,
-    RoundKind,
-    verify,
-)
+from sgl_spec.engine.cuda.round import ChainTrees, IntArray, Parts, Requests, Round, RoundKind
 from sgl_spec.engine.cuda.running import Planned, RunningRound
 from sgl_spec.engine.cuda.sources import ShapedRounds
 from sgl_spec.layers.context import ForwardBatch
@@ -31,10 +23,11 @@ from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec_kernels.ngram_chains import Chains, chains, propose
 from sgl_spec_kernels.ngram_index import TokenIndex, keep, learn
 from sgl_spec_kernels.ngram_rows import ChainRows, chain_rows, chain_rows_buffers, share_rows
+from sgl_spec_kernels.sample import Walked
 
 
-class NgramRound:
-    """A round of `total` rows in all, and at most `nodes` a request. See `rounds.Round`.
+class NgramTrees:
+    """Chains of `total` rows in all, and at most `nodes` a request. See `round.TreeSource`.
 
     depths: what `ngram_rows.share_rows` reads. facts: [batch, 3] int32, see `ngram_chains.Chains`.
     """
@@ -42,70 +35,58 @@ class NgramRound:
     def __init__(
         self,
         parts: Parts,
-        batch: int,
-        kind: RoundKind,
+        requests: Requests,
         total: int,
         nodes: int,
         index: TokenIndex,
         depths: Tensor,
     ) -> None:
-        device = parts.table.device
-        self.parts, self.index, self.depths = parts, index, depths
-        self.requests = Requests(parts, batch, kind)
-        self.rows = self.requests.rows
+        device, batch = parts.table.device, len(requests.rows)
+        self.parts, self.requests, self.index, self.depths = parts, requests, index, depths
         self.chains: Chains = chains(batch, nodes, device)
         self.facts = self.chains.facts
-        self.forward: ChainRows = chain_rows_buffers(batch, total, device)
+        self.rows: ChainRows = chain_rows_buffers(batch, total, device)
+        self.total = total
         self.nodes = nodes if total > batch else 1
-        tokens = self.chains.tokens if self.nodes > 1 else self.requests.at.last[:, None]
-        self.tree = ChainTrees.of(tokens, self.forward.nodes)
-        self.acceptance = Acceptance(parts, self.requests, self.nodes, self.nodes - 1)
-        self.out, self.lengths = self.acceptance.out, self.acceptance.lengths
+        self.levels = self.nodes - 1
+        self.offsets = self.rows.starts[:-1]
+        tokens = self.chains.tokens if self.nodes > 1 else requests.at.last[:, None]
+        self.tree = ChainTrees.of(tokens, self.rows.nodes)
         self._places = torch.zeros(batch * self.nodes, dtype=torch.int64, device=device)
         self._known = torch.zeros_like(self._places)
 
     def load(self, rows: IntArray, tree: ArrayTree | None) -> None:
-        """Give it its requests; those behind them fill the batch up."""
+        """See `round.Program`."""
         assert tree is None, "the trees are the round's own"
         self.requests.load(rows)
 
-    def __call__(self) -> None:
-        mine = self.requests
-        mine.begin()
-        self._draft()
-        logits = self._verify()
-        self.acceptance.accept(self.tree, logits, self.forward.starts[:-1])
-        self.acceptance.finish()
-        self._learn()
-
-    def _draft(self) -> None:
-        at, rows, table = self.requests.at, self.rows, self.parts.table
+    def propose(self) -> None:
+        """See `round.TreeSource`."""
+        at, rows, table = self.requests.at, self.requests.rows, self.parts.table
         propose(self.index, rows, at.committed, at.last, at.max_nodes, self.chains)
-        share_rows(self.chains, self.depths, self.forward)
-        chain_rows(self.chains, at.committed, rows, table, self.forward)
+        share_rows(self.chains, self.depths, self.rows)
+        chain_rows(self.chains, at.committed, rows, table, self.rows)
 
-    def _verify(self) -> Tensor:
-        rows, parts = self.forward, self.parts
-        batch = ForwardBatch(
+    def forward(self) -> ForwardBatch:
+        """See `round.TreeSource`."""
+        rows = self.rows
+        return ForwardBatch(
             tokens=rows.tokens,
             positions=rows.positions,
             slots=rows.slots,
-            req_to_token=parts.table,
-            rows=self.rows,
+            req_to_token=self.parts.table,
+            rows=self.requests.rows,
             prefix_lens=self.requests.at.committed,
             q_starts=rows.starts,
             mask_words=rows.words,
             max_q_len=self.nodes,
         )
-        logits, _ = verify(parts.model, batch, parts.kv, ())
-        return logits
 
-    def _learn(self) -> None:
+    def learn(self, walked: Walked) -> None:
         """Take the accepted tokens in; the next round may copy them."""
         places, known = self._places, self._known
         filler, committed = self.parts.rows.filler, self.requests.at.committed
-        walked = self.acceptance.walked
-        keep(self.index, self.rows, committed, walked, filler, places, known)
+        keep(self.index, self.requests.rows, committed, walked, filler, places, known)
         learn(self.index, places, known)
 
 
@@ -132,19 +113,24 @@ class NgramRounds(ShapedRounds):
         """See `RoundSource`."""
         self.drafter.sync()
         requests = len(batch.rows)
-        size, rows = self.sizes.choose(requests, self.rounds.padded(requests))
+        padded = self.rounds.padded(requests, masked=kind.masked)
+        size, rows = self.sizes.choose(requests, padded)
         replayed = self.round_of(size, rows, kind)
         program = replayed.program
-        assert isinstance(program, NgramRound)
-        return Planned(replayed, facts=program.facts[:requests])
+        assert isinstance(program, Round)
+        trees = program.source
+        assert isinstance(trees, NgramTrees)
+        return Planned(replayed, facts=trees.facts[:requests])
 
     def round_of(self, size: int, rows: int, kind: RoundKind) -> Replayed:
         """See `ShapedRounds`."""
         mine = self.drafter
 
-        def make() -> NgramRound:
-            index, depths = mine.index, mine.depths
-            return NgramRound(self.parts, size, kind, rows, mine.nodes, index, depths)
+        def trees(parts: Parts, requests: Requests) -> NgramTrees:
+            return NgramTrees(parts, requests, rows, mine.nodes, mine.index, mine.depths)
+
+        def make() -> Round:
+            return Round(self.parts, size, kind, trees)
 
         return self.rounds.get(("ngram", size, rows, kind), make, size)
 

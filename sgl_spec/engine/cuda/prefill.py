@@ -4,6 +4,7 @@ hundred rows is done sooner than its kernels could be launched one by one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -13,13 +14,13 @@ from torch import Tensor
 
 from sgl_spec.engine.batch import PrefillBatch
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
-from sgl_spec.engine.cuda.rounds import (
+from sgl_spec.engine.cuda.round import (
+    KINDS,
     Acceptance,
     ChainTrees,
     DraftParts,
     Parts,
     Requests,
-    RoundKind,
     even_starts,
 )
 from sgl_spec.engine.cuda.transfer import send
@@ -30,7 +31,7 @@ from sgl_spec.speculative.array_tree import ArrayTree
 
 IntArray = npt.NDArray[np.int64]
 
-_EVERY_KIND = RoundKind(sampled=True, filtered=True)  # a forward draws too little to matter
+_EVERY_KIND = KINDS[-1]  # a forward draws too little to matter
 
 
 class _Block:
@@ -83,26 +84,35 @@ class _Block:
 
 
 class PrefillRound:
-    """A forward of up to `rows` rows of up to `requests` requests. out: [requests, 2] int32, a
-    count and the token drawn; the count is 0 where a prompt is not through. The row state knows of
-    the tokens as well. See `rounds.Round`."""
+    """A forward of up to `rows` rows of up to `requests` requests. See `round.Program`.
 
-    def __init__(self, parts: Parts, rows: int, requests: int) -> None:
+    out: [requests, 2] int32, a count and the token drawn; the count is 0 where a prompt is not
+    through. The row state knows of the tokens as well. whole: whether `hidden` keeps the final
+    hidden of all rows, which log-probabilities of prompts need.
+    """
+
+    split = False
+
+    def __init__(self, parts: Parts, rows: int, requests: int, *, whole: bool = False) -> None:
         device = parts.table.device
-        self.parts, self.size = parts, rows
-        self.lengths: Tensor | None = None
+        self.parts, self.size, self.whole = parts, rows, whole
         self.block = _Block(rows, requests, device)
         names = self.block.parts
         self.tokens, self._following, self.positions, self.table_rows = names[:4]
         self.requests, self.prefix, self.starts = names[4:7]
         self.drawn, self.ends, self.roots, self.behind = names[7:]
-        self.rows = self.drawn
         self.drawing = Requests(parts, requests, _EVERY_KIND)
         self.drawing.rows = self.drawn
-        self.acceptance = Acceptance(parts, self.drawing, 1, 0)
+        self.acceptance = Acceptance(parts, self.drawing, 1, 0, requests)
         self.offsets = even_starts(requests, 1, device)
         self.tree = ChainTrees.of_roots(self.drawing.at.last)
         self.out = self.acceptance.out
+        self.hidden: Tensor | None = None
+
+    @property
+    def pieces(self) -> tuple[Callable[[], None], ...]:
+        """See `round.Program`."""
+        return (self._run,)
 
     def load(self, rows: IntArray, tree: ArrayTree | None) -> None:
         """Nothing, as a round is captured; see `fill`."""
@@ -111,12 +121,21 @@ class PrefillRound:
         self.block.blank(self.parts.rows.filler)
         send(self.block.host, self.block.device)
 
-    def fill(self, batch: PrefillBatch, texts: npt.NDArray[np.int32]) -> None:
-        """Give it its chunks. texts: [rows, width], every request's text."""
+    def fill(
+        self,
+        batch: PrefillBatch,
+        texts: npt.NDArray[np.int32],
+        words: npt.NDArray[np.int32],
+        row_of: IntArray,
+    ) -> None:
+        """Give it its chunks. texts: [rows, width], every request's text. words, row_of: masks of
+        the tokens behind the prompts, see `NodeMasks.send`."""
         self.block.fill(batch, texts, self.parts.rows.filler)
         send(self.block.host, self.block.device)
+        assert self.acceptance.masks is not None
+        self.acceptance.masks.send(words, row_of)
 
-    def __call__(self) -> None:
+    def _run(self) -> None:
         parts, draft = self.parts, self.parts.draft
         forward = ForwardBatch(
             tokens=self.tokens,
@@ -139,12 +158,18 @@ class PrefillRound:
         """The last hidden rows of the chunks, and the features of all rows if there is a head."""
         model, kv, draft = self.parts.model, self.parts.kv, self.parts.draft
         capture = () if draft is None else draft.model.capture
-        if not capture:
-            return model.forward(forward, kv), None
-        if model.config.num_layers not in capture:
-            return model.forward_features(forward, kv, capture)
+        needs_all = self.whole or model.config.num_layers in capture
+        batch = replace(forward, wanted=None) if needs_all else forward
+        features = None
+        if capture:
+            hidden, features = model.forward_features(batch, kv, capture)
+        else:
+            hidden = model.forward(batch, kv)
+        if not needs_all:
+            return hidden, features
+        if self.whole:
+            self.hidden = hidden
         assert forward.wanted is not None
-        hidden, features = model.forward_features(replace(forward, wanted=None), kv, capture)
         return hidden.index_select(0, forward.wanted), features
 
     def _draw(self, hidden: Tensor) -> None:
@@ -192,22 +217,28 @@ class Prefills:
         most = min(most, CAPTURED_ROWS)
         self.sizes = row_counts(most) if rounds.captures and most else ()
 
-    def run(self, batch: PrefillBatch, texts: npt.NDArray[np.int32]) -> PrefillRound:
-        """By the graph of the next larger forward, or launch by launch if there is none. texts:
-        [rows, width], every request's text."""
+    def run(
+        self,
+        batch: PrefillBatch,
+        texts: npt.NDArray[np.int32],
+        words: npt.NDArray[np.int32],
+        row_of: IntArray,
+        *,
+        whole: bool,
+    ) -> PrefillRound:
+        """By the graph of the next larger forward, or launch by launch if there is none or the
+        `whole` of the hidden rows is asked for. See `PrefillRound.fill` for the rest."""
         total, requests = int(batch.takes.sum()), len(batch.rows)
         size = next((count for count in self.sizes if count >= total), None)
-        if size is None or requests > PREFILL_REQUESTS_CUDA:
-            program = PrefillRound(self._parts, total, requests)
-            program.fill(batch, texts)
-            program()
-            return program
-        replayed = self._captured(size)
-        captured = replayed.program
-        assert isinstance(captured, PrefillRound)
-        captured.fill(batch, texts)
+        if whole or size is None or requests > PREFILL_REQUESTS_CUDA:
+            replayed = Replayed(PrefillRound(self._parts, total, requests, whole=whole))
+        else:
+            replayed = self._captured(size)
+        program = replayed.program
+        assert isinstance(program, PrefillRound)
+        program.fill(batch, texts, words, row_of)
         replayed.run()
-        return captured
+        return program
 
     def prepare(self) -> None:
         """Capture them all, the largest first."""

@@ -16,10 +16,10 @@ from functools import partial
 from sgl_spec.engine.batch import DecodeBatch, IntArray
 from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
-from sgl_spec.engine.cuda.plain_round import PlainRound
-from sgl_spec.engine.cuda.rounds import Parts, RoundKind
+from sgl_spec.engine.cuda.round import Parts, Round, RoundKind
 from sgl_spec.engine.cuda.running import Planned, RunningRound
 from sgl_spec.engine.cuda.timing import timed
+from sgl_spec.engine.cuda.trees import Roots
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,6 @@ class RoundSource:
     def kept(self, rows: IntArray, lengths: IntArray) -> None:
         """The host has read texts up to these lengths."""
 
-    def placed(self, rows: IntArray, lengths: IntArray) -> None:
-        """The host has moved texts on by itself, to these lengths."""
-
     # --- rounds -----------------------------------------------------------------------------------
 
     def waits(self) -> bool:
@@ -67,9 +64,9 @@ class RoundSource:
 
     def plain(self, size: int, kind: RoundKind) -> Replayed:
         """A round of so many requests without drafts."""
-        padded = self.rounds.padded(size)
+        padded = self.rounds.padded(size, masked=kind.masked)
         key = ("plain", padded, kind)
-        return self.rounds.get(key, lambda: PlainRound(self.parts, padded, kind), padded)
+        return self.rounds.get(key, lambda: Round(self.parts, padded, kind, Roots), padded)
 
     def proposed(self, batch: DecodeBatch, planned: Planned) -> list[int]:
         """Draft tokens verified per request, as far as is known before the round has run."""
@@ -100,7 +97,10 @@ class RoundSource:
 
     def every_round(self, kind: RoundKind) -> list[Callable[[], Replayed]]:
         """What makes the rounds of a kind, the largest first."""
-        return [partial(self.plain, size, kind) for size in reversed(self.rounds.sizes)]
+        return [
+            partial(self.plain, size, kind)
+            for size in reversed(self.rounds.sizes_for(masked=kind.masked))
+        ]
 
 
 class ShapedRounds(RoundSource):

@@ -1,239 +1,269 @@
-"""The worker of a GPU server.
+"""The worker of a GPU server: every batch is a round or a prompt chunk that lives on the device and
+is launched before the tokens of the one before were read.
 
-Common batches run as rounds that live on the device (`rounds`), launched before the tokens of the
-round before were read. What needs the host in the middle of a round (a grammar, penalties,
-log-probabilities, other acceptance rules) runs as on the CPU, one forward at a time; a batch goes
-from one way to the other whenever its members change. Which rounds there are, and who drafts in
-them, is the affair of `sources`.
+Which rounds there are, and who drafts in them, is the affair of `sources`. Of the host they need
+the masks of grammars alone (`resume`).
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from sgl_spec.engine.batch import (
-    Batch,
-    Computed,
-    DecodeBatch,
-    IntArray,
-    Launched,
-    PrefillBatch,
-    StepOutput,
-    host_tree_forward,
-)
+from sgl_spec.engine.batch import Batch, DecodeBatch, IntArray, Launched, PrefillBatch, StepOutput
 from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
 from sgl_spec.engine.cuda.drafting import HostTreeRounds
-from sgl_spec.engine.cuda.follow import DeviceFollow
-from sgl_spec.engine.cuda.forwards import run_forwards
 from sgl_spec.engine.cuda.graphs import Rounds
 from sgl_spec.engine.cuda.model_rounds import ModelRounds, draft_parts
 from sgl_spec.engine.cuda.ngram import DeviceNgram
 from sgl_spec.engine.cuda.ngram_round import NgramRounds
 from sgl_spec.engine.cuda.prefill import Prefills
-from sgl_spec.engine.cuda.rounds import Parts, RoundKind
-from sgl_spec.engine.cuda.running import RowKinds, Running, RunningRound, is_simple
-from sgl_spec.engine.cuda.seam import SeamClock
-from sgl_spec.engine.cuda.seam_trees import SeamTrees
+from sgl_spec.engine.cuda.round import (
+    FINISH,
+    KINDS,
+    PROPOSE,
+    VERIFY,
+    Acceptance,
+    Parts,
+    Round,
+    RoundKind,
+    Space,
+)
+from sgl_spec.engine.cuda.row_logprobs import RowLogprobs
+from sgl_spec.engine.cuda.running import RowKinds, Running, RunningPrompts, RunningRound
 from sgl_spec.engine.cuda.sources import RoundSource
 from sgl_spec.engine.cuda.state import DeviceRows
 from sgl_spec.engine.cuda.timing import Mark, Stopwatch
 from sgl_spec.engine.cuda.transfer import Fetched, send
+from sgl_spec.engine.kv_pool import SlotTable
+from sgl_spec.engine.logprobs import LogprobReader
 from sgl_spec.engine.req import Req
-from sgl_spec.engine.worker import Worker
-from sgl_spec.layers.context import ForwardBatch
-from sgl_spec.speculative.array_tree import ArrayTree
+from sgl_spec.engine.row_sampling import RowSampling
+from sgl_spec.layers.context import KVCache
+from sgl_spec.models.decoder import Decoder
+from sgl_spec.request import LogprobParams
+from sgl_spec.speculative.base import DraftBatch, Drafter, follows_kv, settle
+from sgl_spec.speculative.grammar import Constraint, Masked, Place, tree_masks
 from sgl_spec.speculative.model_drafter import ModelDrafter
-from sgl_spec.speculative.rules import FollowRule
 from sgl_spec.speculative.simulate import SimulatedRule
-from sgl_spec.speculative.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
+_BLEND = 1 / 16  # weight of the newest masked round in what the device waits for masks
+_WALKERS = 8  # threads that walk grammars
 
-class DeviceWorker(Worker):
-    """See the module. rounds: the captured rounds; source: who drafts in them. most_nodes: of a
-    tree, root included. weighs: whether drafts may be left out by what they cost. prefill_rows:
-    most prompt tokens of one forward. seam_trees: holds drafts of batches that the host judges to
-    what they bring, if drafts are weighed.
+
+class DeviceWorker:
+    """See the module, and `engine.runner.Runner`.
+
+    rounds: the captured rounds; source: who drafts in them. most_nodes: of a tree, root included.
+    weighs: whether drafts may be left out by what they cost. prefill_rows: most prompt tokens of
+    one forward. simulated: gives accept lengths instead of the target's.
     """
-
-    defers = True
 
     def __init__(
         self,
-        *args: Any,
+        model: Decoder,
+        kv: KVCache,
+        table: SlotTable,
+        *,
         rounds: Rounds,
         most_nodes: int,
+        drafter: Drafter | None = None,
+        simulated: SimulatedRule | None = None,
         weighs: bool = False,
         prefill_rows: int = 0,
-        **options: Any,
     ) -> None:
-        super().__init__(*args, **options)
-        self.rounds = rounds
+        self.model, self.table, self.rounds, self.drafter = model, table, rounds, drafter
         self.most_nodes = most_nodes
-        num_rows = self.table.num_rows
-        self.device_rows = DeviceRows(num_rows, self.table.device.device)
-        draft = draft_parts(self.drafter)
-        self.parts = Parts(self.model, self.kv, self.table.device, self.device_rows, draft)
-        self._simulated = self.rule if isinstance(self.rule, SimulatedRule) else None
-        inner = self.rule if self._simulated is None else self._simulated.rule
-        self._device_rule = isinstance(inner, FollowRule) and self.topology is None
-        self.follow = follow = DeviceFollow(most_nodes, self.parts.heads)
-        if isinstance(self.rule, FollowRule):
-            self.rule = self.follow
-        self._kinds = RowKinds(num_rows, forced=self._simulated is not None)
-        self._placed: npt.NDArray[np.bool_] = np.zeros(
-            num_rows, dtype=np.bool_
-        )  # the device knows the text
+        num_rows, device = table.num_rows, table.device.device
+        config = model.config
+        self.tokens: npt.NDArray[np.int32] = np.zeros(table.host.shape, dtype=np.int32)
+        self.device_rows = DeviceRows(num_rows, config.vocab_size, config.eos_token_ids, device)
+        space = Space(config.vocab_size, device)
+        draft = draft_parts(drafter)
+        self.parts = Parts(model, kv, table.device, self.device_rows, space, draft)
+        self.logprobs = LogprobReader(model)
+        self._simulated = simulated
+        self._kinds = RowKinds(num_rows, forced=simulated is not None)
+        self._constraints: dict[int, Constraint] = {}  # of the rows that have one
+        self._asked: dict[int, LogprobParams] = {}  # likewise, of output tokens
+        self._drafting: set[int] = set()
         self._length: IntArray = np.zeros(num_rows, dtype=np.int64)  # of the text, as collected
         self._tenancy: IntArray = np.zeros(num_rows, dtype=np.int64)
         self._under_way = 0  # batches launched and not collected
         self._rounds_under_way = 0
         self._later: list[Callable[[], object]] | None = None  # what makes rounds to be captured
         self._last: Stopwatch | None = None  # of the batch launched last, if it was a round
-        self._seam = SeamClock() if self.device.type == "cuda" else None
-        seams = run_forwards(self.follower, self.parts, rounds, most_nodes, self._seam)
-        compiles = partial(follow.compile, self.model.config.vocab_size, self.device)
-        self._seams: list[Callable[[], object]] = [compiles, *seams] if rounds.captures else []
-        self._prefills = Prefills(self.parts, rounds, prefill_rows if self._device_rule else 0)
+        self._walkers = ThreadPoolExecutor(min(_WALKERS, os.cpu_count() or 1), "grammar-walk")
+        self._mask_wait_ms: float | None = None
+        self._prefills = Prefills(self.parts, rounds, prefill_rows)
+        self._sampling: RowSampling | None = None  # for a drafter on the host
         self.source = self._source(weighs)
-        by_time = weighs and self.device.type == "cuda"  # an interpreter's times say nothing
-        self.seam_trees = SeamTrees(lambda: len(rounds), Mark) if by_time else None
 
     def _source(self, weighs: bool) -> RoundSource:
         drafter, parts, rounds = self.drafter, self.parts, self.rounds
         if drafter is None:
             return RoundSource(parts, rounds)
         if isinstance(drafter, ModelDrafter):
-            return ModelRounds(parts, rounds, drafter, self.tokens, weighs=weighs)
+            return ModelRounds(parts, rounds, drafter, weighs=weighs)
         shapes = TreeShapes(rounds.sizes, self.most_nodes)
         costs = DeviceCosts(shapes) if weighs and rounds.sizes else None
         if isinstance(drafter, DeviceNgram):
             return NgramRounds(parts, rounds, shapes, costs, drafter)
+        self._sampling = RowSampling(self.model, self.table.num_rows, counts=False)
         texts, draft_of = self.tokens, self._draft_batch
         return HostTreeRounds(parts, rounds, shapes, costs, drafter, texts=texts, draft_of=draft_of)
+
+    def _draft_batch(self, batch: DecodeBatch) -> DraftBatch:
+        """What a drafter on the host may know of a batch."""
+        assert self._sampling is not None
+        rows, lengths = batch.rows, batch.committed + 1
+        return DraftBatch(rows, lengths, batch.max_nodes, self.tokens, self._sampling.of(rows))
 
     # --- requests come and go ---------------------------------------------------------------------
 
     def open(self, req: Req) -> None:
         """Fill the row of an admitted request."""
-        super().open(req)
         row, sampling = req.held.row, req.sampling
+        self.tokens[row, : len(req.ids)] = req.ids
+        if req.constraint is not None:
+            self._constraints[row] = req.constraint
+        if req.logprobs is not None:
+            self._asked[row] = req.logprobs.params
+        self.logprobs.open(req)
+        if self._sampling is not None:
+            self._sampling.open(req)
+        if follows_kv(self.drafter):
+            self.drafter.open(row, req.held.committed_len)
         self._tenancy[row] += 1
-        self._placed[row] = False
-        self._kinds.open(row, req)
-        self.device_rows.set_params(row, sampling, sampling.max_nodes(self.most_nodes))
+        self._kinds.open(req)
+        self.device_rows.open(req, sampling.max_nodes(self.most_nodes))
         self.source.open(row, len(req.ids) + req.remaining)
 
     def begin(self, req: Req) -> None:
-        """The request may be drafted for."""
-        super().begin(req)
+        """The request's prompt is in the KV cache and its next token is drawn: it may be drafted
+        for."""
+        if self.drafter is not None:
+            row, length = req.held.row, len(req.ids)
+            self.drafter.begin(row, self.tokens[row, :length], req.drafted)
+            req.drafted = length
+            self._drafting.add(row)
         self.source.begin()
 
-    def drafter_stats(self) -> dict[str, float]:
-        """Those of its rounds included. seam_wait_ms: how long the device lately had no forward to
-        run in a round that needs the host. See also `SeamTrees.stats`."""
-        seam = {} if self._seam is None else {"seam_wait_ms": self._seam.wait_ms}
-        trees = {} if self.seam_trees is None else self.seam_trees.stats()
-        return super().drafter_stats() | self.source.stats() | seam | trees
-
-    def flush(self) -> None:
-        """Forget what the drafter has learned, and what its drafts have brought."""
-        super().flush()
-        if self.seam_trees is not None:
-            self.seam_trees.clear()
+    def shareable(self, req: Req) -> int:
+        """Leading tokens of a request whose KV, the target's and the drafter's, is there."""
+        committed = req.held.committed_len
+        if not follows_kv(self.drafter):
+            return committed
+        return min(committed, self.drafter.written_len(req.held.row))
 
     def close(self, row: int) -> None:
         """The row's request ended or was retracted; what still runs for it is dropped."""
         self._tenancy[row] += 1
         self.source.close()
-        super().close(row)
+        self.logprobs.close(row)
+        self._constraints.pop(row, None)
+        self._asked.pop(row, None)
+        if self.drafter is not None and row in self._drafting:
+            self._drafting.discard(row)
+            self.drafter.finish(row)
+
+    def drafter_stats(self) -> dict[str, float]:
+        """Figures of the drafter and its rounds. mask_wait_ms: how long the device lately had
+        nothing to do in a round before a grammar's masks came."""
+        own = {} if self.drafter is None else dict(self.drafter.stats())
+        waits = {} if self._mask_wait_ms is None else {"mask_wait_ms": self._mask_wait_ms}
+        return own | self.source.stats() | waits
+
+    def flush(self) -> None:
+        """Forget what the drafter has learned."""
+        if self.drafter is not None:
+            self.drafter.flush()
 
     # --- launch and collect -----------------------------------------------------------------------
 
     def runs_ahead(self, reqs: Sequence[Req]) -> bool:
         """Whether the device needs nothing of the host between this batch and its neighbours."""
-        if not self._device_rule or not all(is_simple(req) for req in reqs):
-            return False
         return not self.source.waits() or not any(req.in_flight for req in reqs)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
-        """Enqueue a batch, or compute it where it needs the host."""
-        if not self._device_rule or not self._kinds.simple(batch.rows):
-            return self._on_host(batch)
-        if self._seam is not None:
-            self._seam.leave()
+        """Enqueue a batch."""
         self.table.sync()
         self.device_rows.sync()
         self._under_way += 1
-        launched: Launched
         if isinstance(batch, PrefillBatch):
-            launched = self._launch_prefill(batch)
-        else:
-            launched = self._launch_round(batch)
-        if self.seam_trees is not None:
-            self.seam_trees.passed()
-        return launched
+            return self._launch_prefill(batch)
+        return self._launch_round(batch)
 
-    def _afforded(self, batch: DecodeBatch) -> DecodeBatch:
-        """A round that needs the host, without drafts where they do not pay."""
-        if self.seam_trees is None:
-            return batch
-        most = batch.max_nodes
-        if self.seam_trees.begin(len(most), wanted=bool((most > 1).any())):
-            return batch
-        return replace(batch, max_nodes=np.ones_like(most))
+    @torch.inference_mode()
+    def resume(self, launched: Launched) -> Launched:
+        """The batches before this one are committed: enqueue the rest of a round that waits for
+        masks of grammars."""
+        if not isinstance(launched, RunningRound) or launched.drafted is None:
+            return launched
+        masks = _program(launched).acceptance.masks
+        assert masks is not None
+        trees = launched.drafted.wait().numpy()
+        nodes = trees.shape[1] // 2
+        drafted = (trees[:, :nodes], trees[:, nodes:-1], trees[:, -1])
+        found = tree_masks(*drafted, self._constraints_of(launched.rows), self._walkers)
+        masks.send(found.words, found.row_of)
+        masked = self._mark()
+        launched.planned.replayed.run(FINISH)
+        return self._finished(replace(launched, masked=masked))
 
-    def _on_host(self, batch: Batch) -> Launched:
-        rows, self._last = batch.rows, None
-        if self._seam is not None:
-            self._seam.enter(rows, self._tenancy)
-        if isinstance(batch, DecodeBatch):
-            batch = self._afforded(batch)
-        launched = super().launch(batch)
-        assert isinstance(launched, Computed)
-        if self._seam is not None and isinstance(batch, DecodeBatch):
-            self._seam.round_over()
-        if self.seam_trees is not None and isinstance(batch, PrefillBatch):
-            self.seam_trees.passed()
-        known = (
-            batch.starts + batch.takes if isinstance(batch, PrefillBatch) else batch.committed + 1
+    def _finished(self, launched: RunningRound) -> RunningRound:
+        """All of a round is enqueued: fetch what it gives."""
+        program, size = _program(launched), launched.size
+        if launched.watch is not None:
+            launched.watch.stop()
+        facts = launched.planned.facts
+        return replace(
+            launched,
+            drafted=None,
+            results=Fetched(program.out[:size]),
+            facts=None if facts is None else Fetched(facts),
+            logprobs=self._fetch_logprobs(program.acceptance, launched.rows, launched.final),
         )
-        new = np.array([len(tokens) for tokens in launched.output.tokens], dtype=np.int64)
-        self._length[rows] = known + new
-        self._placed[rows] = False
-        return launched
 
-    def _tree_rows(self, planned: TokenTree, batch: DecodeBatch) -> ForwardBatch:
-        """Those of trees on the host are made there; a device would have to be read for it."""
-        if planned.tokens.device.type != "cpu":
-            return super()._tree_rows(planned, batch)
-        return host_tree_forward(ArrayTree.of(planned), batch.rows, batch.committed, self.table)
+    def _mark(self) -> Mark | None:
+        return Mark() if self.parts.table.device.type == "cuda" else None
 
-    def _verify(self, forward: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """Without a clock: rounds cost what the captured ones do."""
-        hidden, features = self.follower.run(forward)
-        return self.model.logits(hidden), features
+    def _constraints_of(self, rows: IntArray) -> list[Constraint | None]:
+        """Those of rows whose text may go on; what others are given is dropped."""
+        found = [self._constraints.get(row) for row in rows.tolist()]
+        return [one if one is not None and one.place is Place.OPEN else None for one in found]
+
+    def _fetch_logprobs(
+        self, accepted: Acceptance, rows: IntArray, places: IntArray
+    ) -> RowLogprobs | None:
+        """Those of the rows that ask. places: where the rows stand in the batch."""
+        asking = [i for i, row in enumerate(rows.tolist()) if row in self._asked]
+        if not asking:
+            return None
+        assert accepted.found is not None
+        params = [self._asked[int(rows[i])] for i in asking]
+        return RowLogprobs.fetch(
+            accepted.found, accepted.levels + 1, places[asking].tolist(), params
+        )
 
     def collect(self, launched: Launched) -> StepOutput:
         """Wait for a batch and hand out its tokens."""
-        if not isinstance(launched, Running):
-            return super().collect(launched)
+        assert isinstance(launched, Running)
         self.table.sync()  # slots planned by now: the next launch then need not send them
         self._under_way -= 1
         self._rounds_under_way -= isinstance(launched, RunningRound)
         tokens: list[list[int]] = [[] for _ in range(launched.size)]
-        proposed = launched.proposed
+        proposed, logprobs = launched.proposed, None
         if launched.results is not None:
             given = launched.results.wait().numpy()
             for place, (count, *drawn) in zip(
@@ -243,9 +273,21 @@ class DeviceWorker(Worker):
             lengths = self._keep(launched, given[launched.final])
             if isinstance(launched, RunningRound):
                 proposed = self.source.collected(launched, lengths, given)
-                if launched.forced and self._simulated is not None:
-                    self._simulated.note(torch.from_numpy(given[:, 0].astype(np.int64)))
-        return StepOutput(tokens=tokens, proposed=proposed)
+                self._note(launched, given)
+            if launched.logprobs is not None:
+                logprobs = launched.logprobs.read(given[:, 0].tolist())
+        prompts = None
+        if isinstance(launched, RunningPrompts) and launched.hidden is not None:
+            with torch.inference_mode():
+                prompts = self.logprobs.of_prompts(launched.batch, self.tokens, launched.hidden)
+        return StepOutput(tokens, proposed, logprobs, prompts)
+
+    def _note(self, launched: RunningRound, given: IntArray) -> None:
+        if launched.forced and self._simulated is not None:
+            self._simulated.note(torch.from_numpy(given[:, 0].astype(np.int64)))
+        if launched.verified is not None and launched.masked is not None:
+            ms, known = launched.verified.ms_until(launched.masked), self._mask_wait_ms
+            self._mask_wait_ms = ms if known is None else known + _BLEND * (ms - known)
 
     def _keep(self, launched: Running, given: IntArray) -> IntArray:
         """Write down the tokens of rows that are still the same requests'. given: [B, 1 + N],
@@ -266,77 +308,81 @@ class DeviceWorker(Worker):
     @torch.inference_mode()
     def observe(self, taken: list[int]) -> None:
         """Tell who drafted how the round ended."""
-        if self._round is not None:
-            super().observe(taken)
-            if self.seam_trees is not None:
-                self.seam_trees.end(sum(taken) / len(taken))
-            return
         self.source.observe(taken, behind=self._under_way > 0)
 
     def settle(self) -> None:
         """A batch was launched: what the drafter has put off may be done behind it."""
         self.source.settle()
-        super().settle()
+        settle(self.drafter)
 
     # --- prompts ----------------------------------------------------------------------------------
 
     def _launch_prefill(self, batch: PrefillBatch) -> Launched:
         (final,) = np.nonzero(batch.finals)
         rows, ends = batch.rows, batch.starts + batch.takes
-        program = self._prefills.run(batch, self.tokens)
+        scored = bool((batch.unscored < ends).any())
+        masks = self._next_masks(batch)
+        program = self._prefills.run(batch, self.tokens, masks.words, masks.row_of, whole=scored)
         self._last = None
         self._length[rows] = ends
-        self._placed[rows[final]] = True
         self.source.filled(rows, ends)
-        return Running(
+        return RunningPrompts(
             rows=rows[final],
             tenancy=self._tenancy[rows[final]],
             final=final,
             size=len(rows),
             results=Fetched(program.out[: len(rows)]) if len(final) else None,
             proposed=[0] * len(rows),
+            logprobs=self._fetch_logprobs(program.acceptance, rows[final], final),
+            batch=batch,
+            hidden=program.hidden if scored else None,
         )
+
+    def _next_masks(self, batch: PrefillBatch) -> Masked:
+        """Of the tokens behind the prompts that end here."""
+        known = self._constraints_of(batch.rows)
+        ends = [one if end else None for one, end in zip(known, batch.finals, strict=True)]
+        roots = np.zeros((len(known), 1), dtype=np.int64)
+        return tree_masks(roots, roots - 1, roots[:, 0] + 1, ends, self._walkers)
 
     # --- rounds -----------------------------------------------------------------------------------
 
     def _launch_round(self, batch: DecodeBatch) -> Launched:
         rows, size = batch.rows, len(batch.rows)
-        self._place(rows[~self._placed[rows]])
         behind, before = self._rounds_under_way > 0, self._last
         planned = self.source.plan(batch, self._kinds.of(rows), behind=behind)
-        program = planned.replayed.program
+        replayed, watch = planned.replayed, None
+        program = replayed.program
+        assert isinstance(program, Round)
         program.load(rows, planned.tree)
         if program.lengths is not None:
             assert self._simulated is not None
             send(self._simulated.lengths(size), program.lengths[:size])
-        watch = self._last = Stopwatch.started() if planned.timed else None
-        planned.replayed.run()
+        if planned.timed:
+            watch = Stopwatch.started()
+        self._last = watch
         self._rounds_under_way += 1
-        if watch is not None:
-            watch.stop()
-        return RunningRound(
+        launched = RunningRound(
             rows=rows,
             tenancy=self._tenancy[rows],
             final=np.arange(size),
             size=size,
-            results=Fetched(program.out[:size]),
+            results=None,
             proposed=self.source.proposed(batch, planned),
             planned=planned,
             forced=program.lengths is not None,
             watch=watch,
             before=before,
-            facts=None if planned.facts is None else Fetched(planned.facts),
         )
+        if not program.split:
+            replayed.run()
+            return self._finished(launched)
+        replayed.run(PROPOSE)
+        drafted = Fetched(program.drafted[:size])
+        replayed.run(VERIFY)
+        return replace(launched, drafted=drafted, verified=self._mark())
 
-    def _place(self, rows: IntArray) -> None:
-        """Tell the device where texts stand that the host has moved on."""
-        if not len(rows):
-            return
-        lengths = self._length[rows]
-        last = torch.from_numpy(self.tokens[rows, lengths - 1].astype(np.int64))
-        self.device_rows.place(rows, torch.from_numpy(lengths - 1), last)
-        self.source.placed(rows, lengths)
-        self._placed[rows] = True
+    # --- made beforehand --------------------------------------------------------------------------
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -347,14 +393,11 @@ class DeviceWorker(Worker):
 
     @torch.inference_mode()
     def prepare_more(self) -> bool:
-        """Capture one round that sampled batches need, or one forward of those that the host
-        judges; nothing is under way. Whether there was one. Otherwise the first such batch of every
-        size would wait for it."""
+        """Nothing runs: capture one round that batches of other kinds need. Whether there was one.
+        Otherwise the first such batch of every size would wait for it."""
         if self._later is None:
-            kinds = (RoundKind(sampled=True), RoundKind(sampled=True, filtered=True))
-            wanted = kinds if self._simulated is None and self._device_rule else ()
+            wanted = KINDS[1:] if self._simulated is None and self.rounds.captures else ()
             self._later = [make for kind in wanted for make in self.source.every_round(kind)]
-            self._later += self._seams
         if not self._later:
             return False
         try:
@@ -363,3 +406,9 @@ class DeviceWorker(Worker):
             logger.warning("No memory to prepare more rounds: %s", error)
             self._later.clear()
         return True
+
+
+def _program(launched: RunningRound) -> Round:
+    program = launched.planned.replayed.program
+    assert isinstance(program, Round)
+    return program

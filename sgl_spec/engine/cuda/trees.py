@@ -1,18 +1,66 @@
-"""Rounds over trees that the host made."""
+"""Trees that no device makes: roots alone, and those of a drafter on the host."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from sgl_spec.engine.cuda.rounds import Acceptance, IntArray, Parts, Requests, RoundKind, verify
+from sgl_spec.engine.cuda.round import ChainTrees, IntArray, Parts, Requests, even_starts
 from sgl_spec.engine.cuda.transfer import send
 from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.speculative.array_tree import ArrayTree
+from sgl_spec_kernels.sample import Walked
 from sgl_spec_kernels.tree_rows import tree_rows
 
 
-class _HostTree:
+class Roots:
+    """Plain decoding. The roots are the device's own, so a round may be launched before the host
+    knows them. See `round.TreeSource`."""
+
+    nodes, levels = 1, 0
+
+    def __init__(self, parts: Parts, requests: Requests) -> None:
+        self.parts, self.requests = parts, requests
+        self.total = len(requests.rows)
+        self.starts = even_starts(self.total, 1, parts.table.device)
+        self.offsets = self.starts[:-1]
+        self.tree = ChainTrees.of_roots(requests.at.last)
+        self.zeros, self.ones = torch.zeros_like(requests.rows), torch.ones_like(requests.rows)
+        self.positions, self.slots = torch.zeros_like(self.zeros), torch.zeros_like(self.zeros)
+
+    def load(self, rows: IntArray, tree: ArrayTree | None) -> None:
+        """See `round.Program`."""
+        assert tree is None, "there are no trees"
+        self.requests.load(rows)
+
+    def propose(self) -> None:
+        """See `round.TreeSource`."""
+        mine = self.requests
+        tree_rows(
+            self.offsets, self.zeros, self.zeros, mine.at.committed, mine.rows, self.parts.table,
+            self.positions, self.slots,
+        )  # fmt: skip
+
+    def forward(self) -> ForwardBatch:
+        """See `round.TreeSource`."""
+        return ForwardBatch(
+            tokens=self.requests.at.last,
+            positions=self.positions,
+            slots=self.slots,
+            req_to_token=self.parts.table,
+            rows=self.requests.rows,
+            prefix_lens=self.requests.at.committed,
+            q_starts=self.starts,
+            mask_words=self.ones,
+            max_q_len=1,
+        )
+
+    def learn(self, walked: Walked) -> None:
+        """See `round.TreeSource`."""
+
+
+class _Block:
     """Trees that the host fills in, as one block of words.
 
     requests, nodes, node_depths, row_words: [T], what each row of the forward is (node -1: filler).
@@ -59,50 +107,51 @@ class _HostTree:
         row_tokens[drafted:], depths[drafted:], words[drafted:] = 0, 0, 1
 
 
-class HostRound:
-    """A round over trees that the host made, `total` rows in all. See `rounds.Round`.
+class HostTrees:
+    """Trees that the host made, `total` rows in all. See `round.TreeSource`.
 
-    The trees are ragged: rows are shared by the requests of a batch, so many small trees and few
-    large ones cost the same.
+    They are ragged: rows are shared by the requests of a batch, so many small trees and few large
+    ones cost the same.
     """
 
-    def __init__(self, parts: Parts, batch: int, kind: RoundKind, total: int, nodes: int) -> None:
+    def __init__(self, parts: Parts, requests: Requests, total: int, nodes: int) -> None:
         device = parts.table.device
-        self.parts, self.batch, self.total, self.nodes = parts, batch, total, nodes
-        self.requests = Requests(parts, batch, kind)
-        self.tree = _HostTree(batch, total, nodes, device)
-        self.requests.rows = self.rows = self.tree.rows
-        self.acceptance = Acceptance(parts, self.requests, nodes, nodes - 1)
-        self.out, self.lengths = self.acceptance.out, self.acceptance.lengths
+        self.parts, self.requests, self.total = parts, requests, total
+        self.nodes, self.levels = nodes, nodes - 1
+        self.tree = _Block(len(requests.rows), total, nodes, device)
+        self.offsets: Tensor = self.tree.starts[:-1]
+        requests.rows = self.tree.rows
         self.positions = torch.zeros(total, dtype=torch.int64, device=device)
         self.slots = torch.zeros_like(self.positions)
 
     def load(self, rows: IntArray, tree: ArrayTree | None) -> None:
-        """Give it its requests and trees; requests behind them fill the batch up. None, of no
-        requests, as a round is captured."""
+        """See `round.Program`. None, of no requests, as a round is captured."""
         if tree is None:
             assert not len(rows)
             tree = ArrayTree.roots(rows)
         self.tree.fill(rows, self.parts.rows.filler, tree)
 
-    def __call__(self) -> None:
-        mine, tree, parts = self.requests, self.tree, self.parts
-        mine.begin()
+    def propose(self) -> None:
+        """See `round.TreeSource`."""
+        tree, mine = self.tree, self.requests
         tree_rows(
-            tree.requests, tree.nodes, tree.node_depths, mine.at.committed, mine.rows, parts.table,
-            self.positions, self.slots,
+            tree.requests, tree.nodes, tree.node_depths, mine.at.committed, mine.rows,
+            self.parts.table, self.positions, self.slots,
         )  # fmt: skip
-        batch = ForwardBatch(
-            tokens=tree.row_tokens,
+
+    def forward(self) -> ForwardBatch:
+        """See `round.TreeSource`."""
+        return ForwardBatch(
+            tokens=self.tree.row_tokens,
             positions=self.positions,
             slots=self.slots,
-            req_to_token=parts.table,
-            rows=mine.rows,
-            prefix_lens=mine.at.committed,
-            q_starts=tree.starts,
-            mask_words=tree.row_words,
+            req_to_token=self.parts.table,
+            rows=self.requests.rows,
+            prefix_lens=self.requests.at.committed,
+            q_starts=self.tree.starts,
+            mask_words=self.tree.row_words,
             max_q_len=self.nodes,
         )
-        logits, _ = verify(parts.model, batch, parts.kv, ())
-        self.acceptance.accept(tree, logits, tree.starts[:-1])
-        self.acceptance.finish()
+
+    def learn(self, walked: Walked) -> None:
+        """See `round.TreeSource`."""
