@@ -4,7 +4,8 @@ Tokens per second, time to first token, time per token, inter-token latencies (`
 what these are) and accept length, of this server, SGLang (/generate) or any server with OpenAI's
 completions. Before each level some warm-up prompts are served at its concurrency, then the caches
 are flushed. Lines of a prompt file are {"prompt": text} or {"messages": [...]}; the latter go to
-/v1/chat/completions. --launch starts a server of ours and stops it at the end.
+/v1/chat/completions. What a line has as "more" is laid over that request's body. --launch starts a
+server of ours and stops it at the end.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Backend:
             own = path == "/generate"
             more = {"sampling_params": {"sampling_seed": seed}} if own else {"seed": seed}
             body = _laid_over(body, more)
-        return Call(path, _laid_over(body, self.workload.more))
+        return Call(path, _laid_over(_laid_over(body, self.workload.more), line.get("more", {})))
 
     def _asked(self, line: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if "messages" in line:

@@ -158,6 +158,8 @@ def test_more_is_laid_over_every_body() -> None:
             "regex": "[a-z]+",
         },
     }
+    one = own.call({"prompt": "x", "more": {"rid": "s", "sampling_params": {"top_k": 3}}}).body
+    assert (one["rid"], one["sampling_params"]) == ("s", body["sampling_params"] | {"top_k": 3})
     openai = Backend("openai", target, Workload(9, 0.5, True, {"seed": 3, "stop": ["."]}), "m")
     body = openai.call({"messages": []}).body
     assert (body["seed"], body["stop"], body["messages"]) == (3, ["."], [])
