@@ -12,30 +12,31 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from sgl_spec.args import ServerArgs
 from sgl_spec.bench.accept_tables import (
+    Answer,
     GroupRow,
     ShapeRow,
     best_of,
     depth_table,
+    group_row,
     group_table,
+    mean_row,
     shape_table,
     told,
 )
 from sgl_spec.bench.acceptance import (
     RankTally,
-    by_depth,
     expected_tokens,
 )
-from sgl_spec.bench.offline import CHAT, TASKS, Question, questions
+from sgl_spec.bench.offline import GROUPS, questions
 from sgl_spec.bench.report import provenance, say, write_row
 from sgl_spec.engine.engine import Engine
 from sgl_spec.errors import ConfigError
@@ -45,50 +46,78 @@ from sgl_spec.server.tokenizer import ServerTokenizer
 from sgl_spec.speculative.base import DraftBatch, Drafter
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
 
-LONGEST_PERIOD = 64
-FEWEST_LOOPING = 16  # tokens that repeat, for text to count as looping
+_SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 
 
-@dataclass(slots=True)
-class Answer:
-    """What became of a question. chunks: the tokens of the prompt's own draw, then of each round.
-    verified: rounds, the one that the end cut included; proposed: draft tokens of all of them."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt in tokens, and the group that it counts for."""
 
     group: str
-    chunks: list[list[int]] = field(default_factory=list)
-    finish: str = ""
-    verified: int = 0
-    proposed: int = 0
-
-    @property
-    def ids(self) -> list[int]:
-        """All tokens."""
-        return [token for chunk in self.chunks for token in chunk]
-
-    @property
-    def whole_rounds(self) -> list[list[int]]:
-        """Tokens of the rounds that the end did not cut."""
-        return self.chunks[1:-1]
+    ids: list[int]
 
 
 def main(argv: Sequence[str]) -> None:
     """`python -m sgl_spec.bench accept`."""
-    options, server = _parser().parse_known_args(argv)
-    every = [_server_args(server, shape, options) for shape in options.shapes or [None]]
-    plain_ms = AcceptBench(options, _without_drafts(every[0])).plain_ms() if options.costs else None
+    parser = argparse.ArgumentParser(
+        prog="python -m sgl_spec.bench accept", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--limit", type=int, help="questions of each group, spread over it")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS)
+    add_options(parser, new_tokens=256)
+    options, server = parser.parse_known_args(argv)
+    flags = ["--model-path", "smollm2"] if "--model-path" not in server else []
+    every = shaped([*flags, *server], options)
+
+    def asked(bench: AcceptBench) -> list[Asked]:
+        found = questions(options.groups, options.limit)
+        chats = [[{"role": "user", "content": question.text}] for question in found]
+        ids = [bench.tokenizer.encode_chat(chat) for chat in chats]
+        return [Asked(question.group, one) for question, one in zip(found, ids, strict=True)]
+
+    measure(options, every, asked, ["python", "-m", "sgl_spec.bench", "accept", *argv])
+
+
+def add_options(parser: argparse.ArgumentParser, *, new_tokens: int) -> None:
+    """What every measurement of acceptance is told. new_tokens: the default of the answers."""
+    add = parser.add_argument
+    add("--shapes", nargs="+", metavar="STEPS,TOPK,NODES", help="default: what the flags give")
+    add("--max-new-tokens", type=int, default=new_tokens)
+    add("--temperature", type=float, default=0.0)
+    add("--seed", type=int, default=0, help="the first question's; rising by 1")
+    add("--batch", type=int, default=8, help="requests that run together")
+    add(
+        "--costs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="time rounds beside plain decoding, which is run first (default: yes)",
+    )
+    add("--json", help="append one JSON row to this file")
+
+
+def measure(
+    options: argparse.Namespace,
+    every: Sequence[ServerArgs],
+    asked: Callable[[AcceptBench], list[Asked]],
+    command: Sequence[str],
+) -> None:
+    """Let every shape's engine answer what is `asked`, and print the tables."""
+    plain_ms = None
+    if options.costs:
+        plain = AcceptBench(options, _without_drafts(every[0]))
+        plain_ms = plain.plain_ms(asked(plain))
     rows: list[GroupRow] = []
     shapes: list[ShapeRow] = []
     facts: dict[str, Any] = {"plain_ms": plain_ms}
     for args in every:
         _free_memory()
         bench = AcceptBench(options, args)
-        rows += bench.run()
+        rows += bench.run(asked(bench))
         shapes.append(bench.shape_row(rows[-1], plain_ms))
         facts |= bench.facts
     best = best_of(shapes)
     print(group_table(rows), depth_table(rows), shape_table(shapes), told(best), sep="\n\n")
     if options.json:
-        command = ["python", "-m", "sgl_spec.bench", "accept", *argv]
         found: dict[str, Any] = {"rows": [asdict(row) for row in rows]}
         found["shapes"] = [asdict(row) for row in shapes]
         found["best"] = None if best is None else asdict(best)
@@ -96,44 +125,30 @@ def main(argv: Sequence[str]) -> None:
         write_row(Path(options.json), {**conditions, **facts, **found})
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m sgl_spec.bench accept", description=__doc__, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--shapes", nargs="+", metavar="STEPS,TOPK,NODES", help="default: what the flags give"
-    )
-    parser.add_argument("--limit", type=int, help="questions of each group, spread over it")
-    parser.add_argument("--groups", nargs="+", choices=(*TASKS, CHAT), default=(*TASKS, CHAT))
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0, help="the first question's; rising by 1")
-    parser.add_argument("--batch", type=int, default=8, help="requests that run together")
-    parser.add_argument(
-        "--costs",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="time rounds beside plain decoding, which is run first (default: yes)",
-    )
-    parser.add_argument("--json", help="append one JSON row to this file")
-    return parser
+def shaped(flags: Sequence[str], options: argparse.Namespace) -> list[ServerArgs]:
+    """The engine's options for each of --shapes; refuses one that the server would change."""
+    for name in ("max_new_tokens", "batch"):
+        if getattr(options, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} must be 1 or more, got {getattr(options, name)}.")
+    given = [*flags, "--max-running-requests", str(options.batch)]
+    return [_server_args(given, shape) for shape in options.shapes or [None]]
 
 
-def _server_args(
-    server: Sequence[str], shape: str | None, options: argparse.Namespace
-) -> ServerArgs:
-    flags = ["--model-path", "smollm2"] if "--model-path" not in server else []
-    flags += [*server, "--max-running-requests", str(options.batch)]
+def _server_args(given: Sequence[str], shape: str | None) -> ServerArgs:
+    flags, values = list(given), [] if shape is None else shape.split(",")
     if shape is not None:
-        names = ("num-steps", "eagle-topk", "num-draft-tokens")
-        values = shape.split(",")
-        if len(values) != len(names):
+        if len(values) != len(_SHAPE) or not all(value.isdecimal() for value in values):
             raise ConfigError(f"--shapes must be STEPS,TOPK,NODES each, got {shape!r}.")
-        for name, value in zip(names, values, strict=True):
-            flags += [f"--speculative-{name}", value]
+        for name, value in zip(_SHAPE, values, strict=True):
+            flags += [f"--{name.replace('_', '-')}", value]
     args = ServerArgs.from_cli(flags)
     if args.speculative_algorithm is None:
         raise ConfigError("accept measures drafts: --speculative-algorithm is required.")
+    done = args.resolve()
+    used = [str(getattr(done, name)) for name in _SHAPE]
+    if values and args.speculative_algorithm != "NGRAM" and used != values:
+        raise ConfigError(f"--shapes {shape} would be measured as {','.join(used)}.")
     return replace(args, speculative_verify_whole_trees=True)
 
 
@@ -188,10 +203,10 @@ class AcceptBench:
 
         drafter.observe = observe  # type: ignore[method-assign]
 
-    def plain_ms(self) -> float:
+    def plain_ms(self, asked: Sequence[Asked]) -> float:
         """Milliseconds of a round without drafts, with as many requests as run together."""
-        asked = questions(self.options.groups, None)[:: max(1, 280 // self.options.batch)]
-        self._answer(asked[: self.options.batch], ignore_eos=True)
+        fitting = self._fitting(asked)
+        self._answer(fitting[:: max(1, len(fitting) // self.options.batch)], ignore_eos=True)
         return self._full.ms()
 
     def shape_row(self, mean: GroupRow, plain_ms: float | None) -> ShapeRow:
@@ -216,19 +231,35 @@ class AcceptBench:
             nodes=nodes,
         )
 
-    def run(self) -> list[GroupRow]:
+    def run(self, asked: Sequence[Asked]) -> list[GroupRow]:
         """A row per group, and their mean."""
         start = time.perf_counter()
-        answers = self._answer(questions(self.options.groups, self.options.limit))
+        answers = self._answer(self._fitting(asked))
+        groups = dict.fromkeys(answer.group for answer in answers)
         rows = [
-            _row(self.shape, group, [a for a in answers if a.group == group])
-            for group in self.options.groups
+            group_row(self.shape, group, [a for a in answers if a.group == group])
+            for group in groups
         ]
         seconds = time.perf_counter() - start
         say(f"{self.shape}: {len(answers)} questions in {seconds:.0f} s")
-        return [*rows, _mean(rows)]
+        return [*rows, mean_row(rows)]
 
-    def _answer(self, asked: Sequence[Question], *, ignore_eos: bool = False) -> list[Answer]:
+    def _fitting(self, asked: Sequence[Asked]) -> list[Asked]:
+        """The prompts that leave room for their answers; says how many others there are."""
+        limit = self.engine.scheduler.limits.max_request_tokens
+        room = limit - self.options.max_new_tokens
+        found = [one for one in asked if len(one.ids) <= room]
+        if not found:
+            raise ConfigError(
+                f"This engine serves at most {limit} tokens to a request: no prompt leaves room "
+                f"for --max-new-tokens {self.options.max_new_tokens}."
+            )
+        if len(found) < len(asked):
+            left = len(asked) - len(found)
+            say(f"{left} of {len(asked)} prompts are longer than {room} tokens and are left out.")
+        return found
+
+    def _answer(self, asked: Sequence[Asked], *, ignore_eos: bool = False) -> list[Answer]:
         answers: dict[str, Answer] = {}
         for i, question in enumerate(asked):
             answers[str(i)] = Answer(question.group)
@@ -251,7 +282,7 @@ class AcceptBench:
                     say(f"{self.shape}: {done} of {len(answers)}")
         return list(answers.values())
 
-    def _request(self, number: int, question: Question, ignore_eos: bool) -> TokenizedRequest:
+    def _request(self, number: int, asked: Asked, ignore_eos: bool) -> TokenizedRequest:
         options = self.options
         sampling = SamplingParams(
             temperature=options.temperature,
@@ -259,15 +290,9 @@ class AcceptBench:
             ignore_eos=ignore_eos,
             seed=options.seed + number,
         )
-        chat = [{"role": "user", "content": question.text}]
-        ids = self.tokenizer.encode_chat(chat)
-        total = len(ids) + options.max_new_tokens
-        if total > self.engine.scheduler.limits.max_request_tokens:
-            raise ConfigError(
-                f"Question {number} needs {total} tokens; this engine serves at most "
-                f"{self.engine.scheduler.limits.max_request_tokens} to a request."
-            )
-        return TokenizedRequest(rid=str(number), input_ids=ids, sampling=sampling, stream=True)
+        return TokenizedRequest(
+            rid=str(number), input_ids=asked.ids, sampling=sampling, stream=True
+        )
 
 
 class _Rounds:
@@ -293,64 +318,3 @@ class _Rounds:
         if not self._count:
             raise ConfigError("No round had --batch requests; raise --limit or lower --batch.")
         return self._seconds / self._count * 1e3
-
-
-def looping(ids: Sequence[int]) -> int:
-    """Tokens that continue a repetition: those in a stretch where each token equals the one `p`
-    before it, for some p up to 64, that is at least 2 p and 16 tokens long (so the block of p
-    stands there at least three times)."""
-    text = np.asarray(ids)
-    marked = np.zeros(len(text), dtype=bool)
-    for period in range(1, min(LONGEST_PERIOD, len(text) - 1) + 1):
-        same = np.concatenate(([False], text[period:] == text[:-period], [False]))
-        (edges,) = np.nonzero(same[1:] != same[:-1])
-        for start, end in zip(edges[::2], edges[1::2], strict=True):
-            if end - start >= max(2 * period, FEWEST_LOOPING):
-                marked[period + start : period + end] = True
-    return int(marked.sum())
-
-
-def _row(shape: str, group: str, answers: Sequence[Answer]) -> GroupRow:
-    tokens = sum(len(a.ids) for a in answers)
-    rounds = sum(len(a.whole_rounds) for a in answers)
-    emitted = sum(len(ids) for a in answers for ids in a.whole_rounds)
-    return GroupRow(
-        shape=shape,
-        group=group,
-        questions=len(answers),
-        tokens=tokens,
-        rounds=rounds,
-        accept_length=_ratio(emitted, rounds),
-        proposed=_ratio(sum(a.proposed for a in answers), sum(a.verified for a in answers)),
-        looping=_ratio(sum(looping(a.ids) for a in answers), tokens),
-        stopped=_ratio(sum(a.finish == "stop" for a in answers), len(answers)),
-        depths=by_depth([len(ids) for a in answers for ids in a.whole_rounds]),
-    )
-
-
-def _mean(rows: Sequence[GroupRow]) -> GroupRow:
-    """The groups' mean; counts are summed."""
-
-    def mean(name: str) -> float:
-        return _ratio(sum(getattr(row, name) for row in rows), len(rows))
-
-    return GroupRow(
-        shape=rows[0].shape,
-        group="mean",
-        questions=sum(row.questions for row in rows),
-        tokens=sum(row.tokens for row in rows),
-        rounds=sum(row.rounds for row in rows),
-        accept_length=mean("accept_length"),
-        proposed=mean("proposed"),
-        looping=mean("looping"),
-        stopped=mean("stopped"),
-        depths=[
-            _ratio(sum(known), len(known))
-            for depth in range(max(len(row.depths) for row in rows))
-            if (known := [row.depths[depth] for row in rows if depth < len(row.depths)])
-        ],
-    )
-
-
-def _ratio(total: float, count: int) -> float:
-    return total / count if count else float("nan")

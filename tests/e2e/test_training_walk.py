@@ -76,9 +76,9 @@ def test_both_drafts_are_there(walked: tuple[Path, str]) -> None:
 def test_what_it_prints(walked: tuple[Path, str]) -> None:
     """A table for each draft, and an answer that was speculated on."""
     _, output = walked
-    means = re.findall(r"^mean of kinds +\d+ +([\d.]+) +([\d.]+) *$", output, re.MULTILINE)
-    assert len(means) == 2
-    assert all(1.0 <= float(value) <= 6.0 for pair in means for value in pair)
+    means = re.findall(r"^5,\d,\d +mean +\d+ +\d+ +\d+ +([\d.]+)", output, re.MULTILINE)
+    assert len(means) == 4
+    assert all(1.0 <= float(value) <= 6.0 for value in means)
     (answer,) = re.findall(r'^\{"text".*$', output, re.MULTILINE)
     meta = json.loads(answer)["meta_info"]
     assert meta["completion_tokens"] == 32
