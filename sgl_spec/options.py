@@ -300,6 +300,6 @@ def flag_table(options: Iterable[Option]) -> str:
         flags = ", ".join(f"`{flag}`" for flag in opt.flags)
         value = "switch" if opt.kind is bool else opt.allowed
         if opt.other_names:
-            value += f"; accepted for the default: {', '.join(opt.other_names.split())}"
+            value += f"; the default stands for {', '.join(opt.other_names.split())}"
         lines.append(f"| {flags} | {value} | {opt.default_text} | {opt.help} |")
     return "\n".join(lines).lstrip("\n") + "\n"

@@ -60,10 +60,11 @@ def lost_paths(args: ServerArgs) -> Iterator[str]:
     for name in ("model_path", "tokenizer_path", "speculative_draft_model_path"):
         text = getattr(args, name) or ""
         path = Path(text).expanduser()
-        if path.is_file():
-            yield f"{flag_of(name)} {text} is a file; it must be a directory."
-        if is_local(text) and not path.exists():
-            yield f"{flag_of(name)} {text}: no such directory."
+        if is_local(text) and not path.is_dir():
+            problem = (
+                " is a file; it must be a directory" if path.exists() else ": no such directory"
+            )
+            yield f"{flag_of(name)} {text}{problem}."
     for name in ("ssl_keyfile", "ssl_certfile"):
         text = getattr(args, name)
         if text is not None and not Path(text).is_file():
