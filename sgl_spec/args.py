@@ -208,6 +208,13 @@ class ServerArgs:
     skip_server_warmup: bool = _server(
         False, "Do not send a request to itself before reporting ready."
     )
+    log_requests: bool = _server(False, "Log each request when it comes and when it has ended.")
+    log_requests_level: int = _server(
+        0,
+        "What is logged: 0 counts and times, 1 sampling parameters too, 2 the beginning of prompt "
+        "and output, 3 all of them.",
+        check=between(0, 3),
+    )
     enable_metrics: bool = _server(False, "Serve Prometheus metrics at /metrics.")
     enable_cache_report: bool = _server(False, "Report cached prompt tokens in OpenAI usage.")
     log_level: str = _server(

@@ -58,6 +58,7 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
     ids: tokens since the previous chunk (possibly none on the last). logprobs: theirs, if asked
     for. prompt_logprobs: on the first chunk, if asked for: those of the prompt's tokens behind
     position `logprob_start_len`, fewer when the request was aborted before it had them.
+    queued_s: how long it waited for its first batch; None if it had none.
     The remaining fields are meaningful on every chunk and final on the last.
     """
 
@@ -66,6 +67,7 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    queued_s: float | None = None
     retractions: int = 0
     finish: FinishReason | None = None
     spec: SpecStats | None = None

@@ -1,6 +1,6 @@
 """Flags that SGLang has and this server does not: each gets a sentence, not a parser's error.
 
-What cannot change an answer (`--log-requests`, `--tp-size 1`) is accepted and logged; what would is
+What cannot change an answer (`--gc-warning-threshold-secs`) is accepted and logged; what would is
 refused with what to do instead. A launch line for SGLang thus works here, or says which parts
 cannot.
 """
@@ -85,7 +85,7 @@ IGNORED = {
     "an idle engine waits without spinning": "sleep-on-idle!",
     "--log-level sets it too": "log-level-http",
     "requests are not logged; /metrics counts them": """
-        log-requests! log-requests-level log-requests-format crash-dump-folder
+        log-requests-format crash-dump-folder
     """,
     "/metrics has the latencies": "show-time-cost! enable-request-time-stats-logging!",
     "logs and metrics have one form": """

@@ -288,14 +288,17 @@ class Engine:
 
     def _log_rounds(self) -> None:
         running = self.scheduler.running
-        line = self.round_log.line(
-            self.counters,
-            running=len(running),
-            queued=len(self.scheduler.waiting),
-            used=self.slots.held_slots(running) / self.num_slots,
-        )
-        if line is not None:
-            logger.info(line)
+        shown: dict[str, Any] = {
+            "running": len(running),
+            "queued": len(self.scheduler.waiting),
+            "used": self.slots.held_slots(running) / self.num_slots,
+        }
+        for line in (
+            self.round_log.prefill_line(self.counters, **shown),
+            self.round_log.line(self.counters, **shown),
+        ):
+            if line is not None:
+                logger.info(line)
 
     def control(self, op: str, args: Mapping[str, Any] = _NO_ARGS) -> tuple[dict[str, Any], str]:
         """Answer `messages.Control`: (data, message). Raises `InvalidRequestError` if it cannot."""

@@ -18,6 +18,7 @@ class EngineCounters:
     """
 
     requests: int = 0
+    admitted: int = 0
     aborted: int = 0
     retracted: int = 0
     prompt_tokens: int = 0
@@ -86,7 +87,23 @@ class RoundLog:
         self.interval = interval
         self._mark = "" if simulated is None else " (simulated)"
         self._last = EngineCounters()
+        self._admitted = EngineCounters()
         self._since = time.monotonic()
+
+    def prefill_line(
+        self, now: EngineCounters, *, running: int, queued: int, used: float
+    ) -> str | None:
+        """The line about requests that were let in since the last such line, if there are any."""
+        last, self._admitted = self._admitted, replace(now)
+        if now.admitted == last.admitted:
+            return None
+        cached = now.cached_tokens - last.cached_tokens
+        return (
+            f"Prefill batch, #new-seq: {now.admitted - last.admitted}, "
+            f"#new-token: {now.prompt_tokens - last.prompt_tokens - cached}, "
+            f"#cached-token: {cached}, token usage: {used:.2f}, #running-req: {running}, "
+            f"#queue-req: {queued}"
+        )
 
     def line(self, now: EngineCounters, *, running: int, queued: int, used: float) -> str | None:
         """The line when it is due. used: share of the KV slots that requests hold."""

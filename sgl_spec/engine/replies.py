@@ -53,6 +53,7 @@ def chunk_of(req: Req) -> OutputChunk:
         prompt_tokens=req.prompt_len,
         completion_tokens=req.output_len,
         cached_tokens=req.cached_tokens,
+        queued_s=req.queued_s,
         retractions=max(req.admissions - 1, 0) if req.finish else 0,
         finish=req.finish,
         spec=req.spec if req.finish is not None and req.spec.verify_ct else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -54,7 +55,9 @@ class Req:
     is the next tree's root. reported: output tokens already sent. drafted: tokens of ids the
     drafter was given. in_flight: batches with this request that are launched and not collected.
     passed: forwards of other prompts since this one could be computed. job: its grammar being
-    compiled. constraint: its grammar, at the end of ids; it stays there through a retraction.
+    compiled. submitted: when it came, on the monotonic clock; queued_s: how long it then waited,
+    its grammar's compilation included. constraint: its grammar, at the end of ids; it stays there
+    through a retraction.
     """
 
     rid: str
@@ -71,6 +74,8 @@ class Req:
     phase: Phase = Phase.WAITING
     holding: Holding | None = None
     node: Node | None = None
+    submitted: float = field(default_factory=time.monotonic)
+    queued_s: float | None = None
     cached_tokens: int = 0
     admissions: int = 0
     drafted: int = 0

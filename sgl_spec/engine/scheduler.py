@@ -7,6 +7,7 @@ batch old: its committed length, and that it has not ended.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -217,7 +218,9 @@ class Scheduler:
         self.slots.open(req, tokens)
         self.worker.open(req)
         if req.admissions == 0:
+            req.queued_s = time.monotonic() - req.submitted
             req.cached_tokens = have
+            self.counters.admitted += 1
             self.counters.prompt_tokens += req.prompt_len
             self.counters.cached_tokens += have
         req.admissions += 1

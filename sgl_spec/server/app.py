@@ -25,6 +25,7 @@ from sgl_spec.errors import (
 from sgl_spec.server.frontend import ClientGone
 from sgl_spec.server.http import (
     ApiKey,
+    Counted,
     EventStream,
     Json,
     Run,
@@ -291,9 +292,11 @@ def _openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
     return document
 
 
-def build_app(state: ServerState, api_key: str | None) -> FastAPI:
-    """The ASGI application over `state`. /docs and /redoc come with what they show, so that they
-    work without a network."""
+def build_app(
+    state: ServerState, api_key: str | None, tell: Callable[[str, str, int], None] | None = None
+) -> FastAPI:
+    """The ASGI application over `state`. tell: see `Counted`. /docs and /redoc come with what they
+    show, so that they work without a network."""
     app = FastAPIOffline(title="sgl-spec", version=sgl_spec.__version__, redirect_slashes=False)
     app.state.server = state
     app.include_router(router)
@@ -306,6 +309,8 @@ def build_app(state: ServerState, api_key: str | None) -> FastAPI:
     if api_key is not None:
         app.add_middleware(ApiKey, key=api_key)
     app.add_middleware(TrailingSlash)
+    if tell is not None:
+        app.add_middleware(Counted, tell=tell)
     # Around the key: browsers ask what is allowed without it, and hide a 401 that does not allow.
     app.add_middleware(CORSMiddleware, **ANY_PAGE)
     return app

@@ -35,6 +35,7 @@ from sgl_spec.messages import (
     ToEngine,
 )
 from sgl_spec.request import FinishReason, Logprobs, TokenizedRequest
+from sgl_spec.server.logs import RequestLog
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +192,7 @@ class Frontend:
     ) -> None:
         self._send = send
         self._latencies = latencies
+        self.log: RequestLog | None = None
         self._open: dict[str, Record] = {}
         self._groups: dict[str, set[str]] = {}
         self._calls: dict[int, asyncio.Future[ControlReply]] = {}
@@ -223,6 +225,8 @@ class Frontend:
             self._groups[group] = set(rids)
         for record in ticket.records:
             self._open[record.request.rid] = record
+            if self.log is not None:
+                self.log.received(record.request)
             self._send(Submit(record.request))
         self._idle.clear()
         return ticket
@@ -289,6 +293,8 @@ class Frontend:
             logger.error("The engine sent a chunk for %r, which is not open.", chunk.rid)
             return
         self._measure(record, chunk, now)
+        if self.log is not None:
+            self.log.chunk(record.request, chunk)
         if chunk.finish is not None:
             self._close(record)
         if record.ticket is not None:

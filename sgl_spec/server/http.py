@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import orjson
 from fastapi import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgl_spec.errors import (
     InvalidRequestError,
@@ -22,6 +22,7 @@ from sgl_spec.errors import (
     preview,
 )
 from sgl_spec.server.frontend import ClientGone, Frontend, Ticket
+from sgl_spec.server.logs import POLLED
 from sgl_spec.server.output import Output, failure_of
 from sgl_spec.server.requests import Made
 
@@ -29,8 +30,6 @@ MAX_BODY_BYTES = 8 * 2**20
 # A body over the limit is read to this size and dropped, so that its sender gets to see the 413.
 MAX_DROPPED_BYTES = 64 * 2**20
 DONE = b"data: [DONE]\n\n"
-# What probes and scrapers ask for, as in SGLang. /health_generate costs a token per call.
-OPEN_PATHS = ("/health", "/health_generate", "/metrics")
 
 
 # A server that loads, or whose queue is full, may be ready when it is asked again.
@@ -243,8 +242,29 @@ class TrailingSlash:
         await self._app(scope, receive, send)
 
 
+class Counted:
+    """ASGI middleware: tells of each reply its path, method and status. Paths that no route has are
+    one, so that clients cannot fill a table."""
+
+    def __init__(self, app: ASGIApp, tell: Callable[[str, str, int], None]) -> None:
+        self._app = app
+        self._tell = tell
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, and listen to the status."""
+
+        async def listen(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")
+                endpoint = route.path if route is not None else "other"
+                self._tell(endpoint, scope["method"], message["status"])
+            await send(message)
+
+        await self._app(scope, receive, listen if scope["type"] == "http" else send)
+
+
 class ApiKey:
-    """ASGI middleware: every path but `OPEN_PATHS` needs `Authorization: Bearer KEY`.
+    """ASGI middleware: every path but `POLLED` needs `Authorization: Bearer KEY`.
 
     A key that is not ASCII may come as UTF-8 or as Latin-1: clients differ. The word "Bearer" has
     no case (RFC 9110, 11.1).
@@ -258,7 +278,7 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or reply 401."""
-        guarded = scope["type"] == "http" and scope["path"] not in OPEN_PATHS
+        guarded = scope["type"] == "http" and scope["path"] not in POLLED
         if guarded and not self._opens(dict(scope["headers"]).get(b"authorization", b"")):
             error = UnauthorizedError("Unauthorized: the API key is missing or wrong.")
             await error_reply(scope["path"], error)(scope, receive, send)

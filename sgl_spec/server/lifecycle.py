@@ -20,8 +20,9 @@ from sgl_spec.errors import ConfigError, SglSpecError
 from sgl_spec.messages import Failed, Ready
 from sgl_spec.server.app import ServerState, build_app
 from sgl_spec.server.frontend import DRAINING, Frontend
+from sgl_spec.server.logs import RequestLog
 from sgl_spec.server.metrics import Metrics
-from sgl_spec.server.model_info import ModelInfo
+from sgl_spec.server.model_info import ModelInfo, summary
 from sgl_spec.server.processes import ENGINE_ENTRY, Engine
 from sgl_spec.server.service import Service
 from sgl_spec.server.tokenizer import ServerTokenizer
@@ -89,7 +90,11 @@ class Server:
 
     def _http(self) -> _HttpServer:
         config = uvicorn.Config(
-            build_app(self._state, self._args.api_key),
+            build_app(
+                self._state,
+                self._args.api_key,
+                None if self._metrics is None else self._metrics.responded,
+            ),
             http="httptools",
             lifespan="off",
             log_config=None,
@@ -143,6 +148,10 @@ class Server:
         tokenizer = await asyncio.to_thread(
             ServerTokenizer.from_dir, info.tokenizer_dir, self._args.chat_template
         )
+        if self._args.log_requests:
+            self._frontend.log = RequestLog(tokenizer.tokenizer, self._args.log_requests_level)
+        for line in summary(self._args, info):
+            logger.info(line)
         service = Service(self._args, info, tokenizer, self._frontend, self._metrics)
         if not self._args.skip_server_warmup:
             await service.warm_up()

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -13,6 +20,7 @@ from sgl_spec.messages import EngineState, OutputChunk
 FIRST_TOKEN_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 400)
 NEXT_TOKEN_S = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12)
 REQUEST_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 400, 800, 1600)
+QUEUE_S = (0.0001, 0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 Readers = dict[str, tuple[str, Callable[[EngineState], float]]]
@@ -78,6 +86,7 @@ class EngineCollector(Collector):
     def __init__(self, labels: dict[str, str], *, speculating: bool) -> None:
         self.state: EngineState | None = None
         self._labels = tuple(labels), tuple(labels.values())
+        self._speculating = speculating
         self._gauges = _GAUGES | (_SPEC_GAUGES if speculating else {})
         self._counters = _COUNTERS | (_SPEC_COUNTERS if speculating else {})
 
@@ -94,6 +103,19 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(f"sglang:{name}", about, labels=names)
             counter.add_metric(values, read(self.state))
             yield counter
+        if self._speculating:
+            yield self._by_position(self.state.spec_histogram)
+
+    def _by_position(self, histogram: list[int]) -> CounterMetricFamily:
+        """Accepted draft tokens by depth in their tree. histogram: see `EngineState`."""
+        names, values = self._labels
+        about = "Draft tokens accepted, by position behind the root."
+        counter = CounterMetricFamily(
+            "sglang:spec_accepted_tokens_per_pos", about, labels=(*names, "position")
+        )
+        for position in range(1, len(histogram)):
+            counter.add_metric((*values, str(position)), sum(histogram[position:]))
+        return counter
 
 
 class Metrics:
@@ -107,6 +129,11 @@ class Metrics:
             self._labels["simulated_accept_length"] = f"{simulated:g}"
         self.engine = EngineCollector(self._labels, speculating=speculating)
         self._registry.register(self.engine)
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        self._ended = self._counter("finished_requests", "finish_reason")
+        self._responses = self._counter("http_responses", "endpoint", "method", "status_code")
+        self._queued = self._histogram("queue_time_seconds", QUEUE_S)
         self._first = self._histogram("time_to_first_token_seconds", FIRST_TOKEN_S)
         self._next = self._histogram("inter_token_latency_seconds", NEXT_TOKEN_S)
         self._whole = self._histogram("e2e_request_latency_seconds", REQUEST_S)
@@ -120,6 +147,15 @@ class Metrics:
         )
         return family.labels(*self._labels.values())
 
+    def _counter(self, name: str, *labels: str) -> Counter:
+        about = name.replace("_", " ").capitalize() + "."
+        names = (*self._labels, *labels)
+        return Counter(f"sglang:{name}", about, names, registry=self._registry)
+
+    def responded(self, endpoint: str, method: str, status: int) -> None:
+        """A reply over HTTP; a stream's status is that of its beginning."""
+        self._responses.labels(*self._labels.values(), endpoint, method, status).inc()
+
     def first_token(self, seconds: float) -> None:
         """Arrival to first token."""
         self._first.observe(seconds)
@@ -130,7 +166,15 @@ class Metrics:
             self._next.observe(seconds / count)
 
     def finished(self, seconds: float, chunk: OutputChunk) -> None:
-        """A request that ended."""
+        """A request that ended; one that was refused has no times."""
+        assert chunk.finish is not None
+        refused = chunk.finish.status != 200
+        reason = "refused" if refused else chunk.finish.kind
+        self._ended.labels(*self._labels.values(), reason).inc()
+        if chunk.queued_s is not None:
+            self._queued.observe(chunk.queued_s)
+        if refused:
+            return
         self._whole.observe(seconds)
         self._prompt.observe(chunk.prompt_tokens)
         self._output.observe(chunk.completion_tokens)

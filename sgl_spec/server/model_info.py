@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+
+from sgl_spec.args import ResolvedArgs
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,3 +42,29 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     draft_tokens: int | None
     acceptance_rule: str
     memory: dict[str, Any]
+
+
+def summary(args: ResolvedArgs, info: ModelInfo) -> Iterator[str]:
+    """What a start is told to its operator in the log."""
+    where = f"{info.device} ({info.device_name})" if info.device_name else info.device
+    yield (
+        f"Model {args.model_path}: {', '.join(info.architectures)}, {info.dtype} on {where}, "
+        f"weights {_gib(info.memory.get('weight'))}, attention {info.attention_backend}."
+    )
+    yield (
+        f"KV pool: {info.max_total_tokens} tokens, {_gib(info.memory.get('kvcache'))}. Limits: "
+        f"context {info.context_length} tokens, {info.max_request_tokens} for one request; "
+        f"{info.max_running_requests} requests at once; prefill chunks of "
+        f"{info.chunked_prefill_size} tokens; pages of {info.page_size}."
+    )
+    if info.speculative_algorithm is None:
+        yield "Speculation: off."
+    else:
+        yield (
+            f"Speculation: {info.speculative_algorithm}, trees of up to {info.draft_tokens} tokens,"
+            f" acceptance rule {info.acceptance_rule}."
+        )
+
+
+def _gib(gigabytes: float | None) -> str:
+    return "unknown" if gigabytes is None else f"{gigabytes * 1e9 / 2**30:.2f} GiB"

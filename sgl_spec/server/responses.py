@@ -95,11 +95,17 @@ def _choice(choice: str | FlatChoice | None) -> Any:
 class ResponsesReplies:
     """How /v1/responses words its answers: items of reasoning, text and calls.
 
-    model: the name shown. reader: makes what reads the answer.
+    model: the name shown. reader: makes what reads the answer. marks: see
+    `output.simulation_mark`.
     """
 
     def __init__(
-        self, fields: Responses, made: Made, model: str, reader: Callable[[], Answer]
+        self,
+        fields: Responses,
+        made: Made,
+        model: str,
+        reader: Callable[[], Answer],
+        marks: dict[str, float],
     ) -> None:
         (request,) = made.requests
         shown = {"model": model, "temperature": request.sampling.temperature}
@@ -114,6 +120,7 @@ class ResponsesReplies:
             "metadata": fields.metadata or {},
             "text": {"format": _told_format(fields)},
             **_ALWAYS,
+            **marks,
         }
         self._answer = reader()
         self._items = _Items()

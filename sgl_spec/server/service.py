@@ -117,7 +117,8 @@ class Service:
         asked = msgspec.structs.replace(asked, where="input", names=RESPONSES_NAMES)
         made = await self._maker.make([asked], None, stream=fields.stream)
         assert call.reader is not None
-        replies = ResponsesReplies(fields, made, self.names[0], call.reader)
+        marks = simulation_mark(self.args.simulate_acc_len)
+        replies = ResponsesReplies(fields, made, self.names[0], call.reader, marks)
         return self._run(made, replies), fields.stream
 
     def _run(self, made: Made, replies: Replies) -> Run:

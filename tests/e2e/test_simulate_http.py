@@ -30,10 +30,12 @@ def test_replies_and_metrics_are_marked(launch: Launch) -> None:
     with client.stream("POST", "/v1/chat/completions", json=chat) as reply:
         events = [line[6:] for line in reply.iter_lines() if line.startswith("data: {")]
     assert all(json.loads(event)[MARK] == 1.5 for event in events)
+    made = client.post("/v1/responses", json={"input": "a b a b", "max_output_tokens": 8})
+    assert made.json()[MARK] == 1.5
     info = client.get("/server_info").json()
     assert info["simulate_acc_len"] == info["internal_states"][0][MARK] == 1.5
     assert info["acceptance_rule"] == "follow, simulated accept length 1.5"
     families = client.get("/metrics").text.splitlines()
-    values = [line for line in families if line and not line.startswith("#")]
+    values = [line for line in families if line.startswith("sglang:")]
     assert values
     assert all(f'{MARK}="1.5"' in line for line in values)

@@ -160,12 +160,18 @@ def test_what_depends_on_the_device_waits_for_it(device: str, chunk: int) -> Non
 def test_what_changes_nothing_is_told_once_also_by_the_engine_s_process(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    done = parse(f"{STEPS} 3 --log-requests --disable-cuda-graph --cuda-graph-bs-prefill 1 2")
+    done = parse(
+        f"{STEPS} 3 --log-requests-format x --disable-cuda-graph --cuda-graph-bs-prefill 1 2"
+    )
     assert "on a CPU" not in caplog.text
     fields = {item.name: getattr(done, item.name) for item in dataclasses.fields(done)}
     sent = ResolvedArgs(**msgspec.json.decode(msgspec.json.encode(fields)))
     sent.resolve().for_device("cpu").for_device("cpu").resolve()
-    for words in (f"{STEPS} changes", "--log-requests changes", "--cuda-graph-bs-prefill 1 2 ch"):
+    for words in (
+        f"{STEPS} changes",
+        "--log-requests-format x changes",
+        "--cuda-graph-bs-prefill 1 2 ch",
+    ):
         assert caplog.text.count(words) == 1
     assert caplog.text.count("--disable-cuda-graph changes nothing on a CPU.") == 1
 
