@@ -256,6 +256,12 @@ class ServerArgs:
         check=Check("-1 (off) or an integer >= 1", lambda n: n == -1 or n >= 1),
         unset=f"{CHUNK_TOKENS['cuda']} on a GPU, {CHUNK_TOKENS['cpu']} on a CPU",
     )
+    max_prefill_pause_ms: float = _scheduler(
+        14.0,
+        "How long running streams may wait for prompts between two of their rounds, on a GPU with "
+        "CUDA graphs: longer chunks are cut unless more requests wait than stream. 0: no bound.",
+        check=at_least(0),
+    )
     page_size: int = _scheduler(1, "KV slots per page of the prefix cache.", check=between(1, 1024))
     disable_radix_cache: bool = _scheduler(False, "Do not reuse the KV of prompts seen before.")
     schedule_policy: str = _scheduler(

@@ -209,6 +209,7 @@ class Engine:
             prefill_budget=self.sizing.prefill_budget,
             prefill_requests=PREFILL_REQUESTS_CUDA if self.sizing.graph_sizes(rows) else None,
             prefills_in_a_row=PREFILLS_IN_A_ROW_CUDA if self.device.type == "cuda" else 1,
+            pause_tokens=self.worker.pause_tokens(args.max_prefill_pause_ms),
             chunked=args.chunked_prefill_size != -1,
             draft_tokens=args.tree_nodes,
             round_slots=args.round_slots,

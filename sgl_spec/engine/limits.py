@@ -12,7 +12,7 @@ class Limits:
     max_request_tokens: prompt + output tokens that one request can hold when it runs alone.
     prefill_budget: prompt tokens of one forward; chunked: whether a prompt may be cut to fit it;
     prefill_requests: most prompts of one forward, None for any number; prefills_in_a_row: most such
-    forwards between two rounds.
+    forwards between two rounds; pause_tokens: see `policy.prefill_tokens`.
     draft_tokens: most nodes of a tree, root included (1: no speculation). round_slots: most slots
     behind the committed tokens that one round writes. overlap: whether a batch may be under way
     while the host does anything else than wait for it.
@@ -30,4 +30,5 @@ class Limits:
     overlap: bool = True
     prefill_requests: int | None = None
     prefills_in_a_row: int = 1
+    pause_tokens: int | None = None
     check_every_step: bool = False

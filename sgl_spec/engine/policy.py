@@ -140,6 +140,15 @@ def prefill_next(
     return prefilling > decoding and prefills_in_a_row < most_in_a_row
 
 
+def prefill_tokens(budget: int, pause_tokens: int | None, *, prefilling: int, decoding: int) -> int:
+    """Prompt tokens of the next chunk. budget: of a chunk that no stream waits for. pause_tokens:
+    of one between the rounds of at least as many streams as there are requests that wait for their
+    prompts; while more wait, they gain more by a large chunk than the few streams lose."""
+    if pause_tokens is None or decoding < prefilling:
+        return budget
+    return min(budget, pause_tokens)
+
+
 def waits_for_prefix(ids: Sequence[int], matched: int, prefilling: Sequence[Sequence[int]]) -> bool:
     """Whether a prompt should wait because one being prefilled will soon put more of it in the
     cache.

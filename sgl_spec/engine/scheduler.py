@@ -25,6 +25,7 @@ from sgl_spec.engine.policy import (
     can_admit,
     prefill_next,
     prefill_order,
+    prefill_tokens,
     retract_order,
     split_prefill,
     tree_reserve,
@@ -244,14 +245,20 @@ class Scheduler:
             prefills_in_a_row=self._prefills,
             most_in_a_row=self.limits.prefills_in_a_row,
         ):
-            return self._prefill_batch(filling)
+            return self._prefill_batch(filling, decoding=len(decoding))
         return self._decode_batch(decoding)
 
-    def _prefill_batch(self, filling: list[Req]) -> Plan:
+    def _prefill_batch(self, filling: list[Req], *, decoding: int) -> Plan:
         order = prefill_order([r.unfilled for r in filling], [r.passed for r in filling])
         reqs = [filling[i] for i in order[: self.limits.prefill_requests]]
         unfilled = [req.unfilled for req in reqs]
-        takes = split_prefill(unfilled, self.limits.prefill_budget, chunked=self.limits.chunked)
+        budget = prefill_tokens(
+            self.limits.prefill_budget,
+            self.limits.pause_tokens,
+            prefilling=len(filling),
+            decoding=decoding,
+        )
+        takes = split_prefill(unfilled, budget, chunked=self.limits.chunked)
         return prefill_plan(reqs[: len(takes)], takes)
 
     def _decode_batch(self, decoding: list[Req]) -> Plan | None:

@@ -164,6 +164,10 @@ class Worker:
         if self.asked is not None:
             self.asked.clear()
 
+    def pause_tokens(self, ms: float) -> int | None:
+        """Prompt tokens whose forward takes no longer; None for no bound. Here nothing is timed."""
+        return None
+
     def prepare_more(self) -> bool:
         """Nothing runs: get something ready that a later batch would have to wait for. Whether
         there was something."""

@@ -127,6 +127,15 @@ def test_most_first_tokens_do_not_wait_for_a_few_long_prompts() -> None:
     assert max(clock.chunks) <= CHUNK_TOKENS["cuda"]
 
 
+def test_streams_wait_for_small_chunks_once_they_are_as_many_as_the_prompts() -> None:
+    _, clock = first_tokens([300] * 48, pause_tokens=640)
+    first = clock.chunks.index(600)
+    assert clock.chunks[:first] == [1800] * first, "few streams, many prompts"
+    assert first > 0
+    assert set(clock.chunks[first:]) == {600}
+    assert 6 * first >= 24, "half of the prompts were through"
+
+
 def test_a_long_prompt_is_not_passed_over_for_ever() -> None:
     """Short prompts that keep coming: all were there first, so that it would be the last."""
     lens = [2000, *[1000] * 60]

@@ -13,6 +13,7 @@ from sgl_spec.engine.policy import (
     can_admit,
     prefill_next,
     prefill_order,
+    prefill_tokens,
     retract_order,
     split_prefill,
     tree_reserve,
@@ -132,3 +133,11 @@ def test_a_prompt_waits_for_a_shared_prefix_being_prefilled() -> None:
 def test_admission_order() -> None:
     assert admission_order([0, 5, 5, 9], "fcfs") == [0, 1, 2, 3]
     assert admission_order([0, 5, 5, 9], "lpm") == [3, 1, 2, 0]
+
+
+def test_chunks_are_small_where_as_many_stream_as_wait() -> None:
+    assert prefill_tokens(2048, None, prefilling=1, decoding=40) == 2048
+    assert prefill_tokens(2048, 640, prefilling=1, decoding=0) == 2048
+    assert prefill_tokens(2048, 640, prefilling=9, decoding=8) == 2048
+    assert prefill_tokens(2048, 640, prefilling=8, decoding=8) == 640
+    assert prefill_tokens(256, 640, prefilling=1, decoding=40) == 256

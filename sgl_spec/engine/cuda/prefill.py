@@ -23,6 +23,7 @@ from sgl_spec.engine.cuda.round import (
     Requests,
     even_starts,
 )
+from sgl_spec.engine.cuda.timing import timed
 from sgl_spec.engine.cuda.transfer import send
 from sgl_spec.engine.memory import CAPTURED_ROWS, row_counts
 from sgl_spec.engine.policy import PREFILL_REQUESTS_CUDA
@@ -244,6 +245,18 @@ class Prefills:
         """Capture them all, the largest first."""
         for size in reversed(self.sizes):
             self._captured(size)
+
+    def tokens_within(self, ms: float) -> int | None:
+        """Tokens of the largest captured forward that takes no longer, of the smallest if none
+        does; None if all do. By bisection: a forward of more tokens takes longer."""
+        low, high = 0, len(self.sizes)
+        while low < high:
+            middle = (low + high) // 2
+            if timed(self._captured(self.sizes[middle])) <= ms:
+                low = middle + 1
+            else:
+                high = middle
+        return None if low == len(self.sizes) else self.sizes[max(0, low - 1)]
 
     def _captured(self, size: int) -> Replayed:
         return self._rounds.get(

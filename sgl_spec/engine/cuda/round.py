@@ -122,6 +122,11 @@ class Parts:
     space: Space
     draft: DraftParts | None = None
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether times mean anything: the interpreter runs the same on a CPU."""
+        return self.table.device.type == "cuda"
+
 
 @dataclass(frozen=True, slots=True)
 class RoundKind:

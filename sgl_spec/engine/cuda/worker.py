@@ -236,7 +236,7 @@ class DeviceWorker:
         )
 
     def _mark(self) -> Mark | None:
-        return Mark() if self.parts.table.device.type == "cuda" else None
+        return Mark() if self.parts.on_gpu else None
 
     def _constraints_of(self, rows: IntArray) -> list[Constraint | None]:
         """Those of rows whose text may go on; what others are given is dropped."""
@@ -390,6 +390,11 @@ class DeviceWorker:
         time what is to be weighed."""
         self._prefills.prepare()
         self.source.prepare(RoundKind(forced=self._simulated is not None))
+
+    @torch.inference_mode()
+    def pause_tokens(self, ms: float) -> int | None:
+        """Prompt tokens whose forward takes no longer; None for no bound."""
+        return self._prefills.tokens_within(ms) if ms and self.parts.on_gpu else None
 
     @torch.inference_mode()
     def prepare_more(self) -> bool:
