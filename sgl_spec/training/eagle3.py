@@ -43,6 +43,7 @@ from sgl_spec.training.vocabulary import DraftVocabulary
 logger = logging.getLogger(__name__)
 
 DRAFT_VOCAB = 8192  # of a new head
+NORMED = "eagle3.1"
 
 
 class Eagle3Draft:
@@ -55,7 +56,9 @@ class Eagle3Draft:
         self.steps = args.ttt_steps
         self.layers = _layers(args.layers, config.num_layers)
         self.vocabulary = _vocabulary(setting)
-        self.shape = HeadShape.beside(config, len(self.vocabulary.ids), args.intermediate)
+        self.shape = HeadShape.beside(
+            config, len(self.vocabulary.ids), args.intermediate, normed=args.shape == NORMED
+        )
         self.head = Head(self.shape, compiled=setting.compiled)
         weights = initial_weights(self.shape, self.target, self.vocabulary.ids, args.seed)
         # Powers of two: scaling by them is exact in every dtype.
@@ -114,6 +117,7 @@ class Eagle3Draft:
                 weights["lm_head.weight"],
                 lambda start, end: (probs[start:end], best[start:end]),
                 per_row,
+                kind=self.setting.args.loss,
             )
             losses.append(found.loss)
             hits.append(found.hits.float().mean())
@@ -141,6 +145,7 @@ class Eagle3Draft:
         extra = {
             "algorithm": "EAGLE3",
             "ttt_steps": self.steps,
+            "shape": self.setting.args.shape,
             "step_decay": self.setting.args.step_decay,
             "captured_layers": list(self.layers),
             "draft_vocab_size": len(ids),
@@ -175,6 +180,7 @@ class Eagle3Draft:
             # vLLM reads the layers from here alone, as those whose inputs are read.
             "eagle_aux_hidden_state_layer_ids": list(self.layers),
             "head_dim": shape.head_dim,
+            **({"fc_norm": True, "norm_output": True} if shape.normed else {}),
             "hidden_size": shape.hidden,
             "intermediate_size": shape.intermediate,
             "mlp_bias": False,
@@ -204,6 +210,10 @@ class Eagle3Draft:
         columns = torch.arange(batch.tokens.shape[1])
         inside = (columns >= self.steps) & (columns < batch.lens[:, None])
         rows = captured[inside.to(captured.device)].float()
+        if self.shape.normed:
+            width = (self.shape.hidden,)
+            parts = rows.chunk(len(self.layers), dim=-1)
+            rows = torch.cat([F.rms_norm(part, width, eps=self.shape.eps) for part in parts], -1)
         return rows.square().mean(dim=0).sqrt().clamp(min=1e-6)
 
     def _effective(self) -> Weights:
@@ -293,6 +303,7 @@ def parser() -> argparse.ArgumentParser:
     about = f"output tokens (default {DRAFT_VOCAB}, or those of the head that is gone on with)"
     add("--draft-vocab", type=int, help=about)
     add("--intermediate", type=int, help="MLP width (default: the target's)")
+    add("--shape", choices=("eagle3", NORMED), default="eagle3", help="default eagle3")
     add("--layers", type=int, nargs=3, help="captured layers (default 2, n // 2, n - 3)")
     add("--ttt-steps", type=int, default=7, help="steps of the training-time test (default 7)")
     add("--step-decay", type=float, default=0.8, help="weight of each step's loss in the last's")

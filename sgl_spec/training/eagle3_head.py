@@ -36,7 +36,9 @@ CAPTURED = 3
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Sizes of a head. hidden is the target's; vocab: the draft vocabulary."""
+    """Sizes of a head. hidden is the target's; vocab: the draft vocabulary. normed: EAGLE-3.1's
+    shape, in which each captured row has a norm before `fc`, and what a step feeds back is normed
+    too: features then stay of one size however deep a chain is."""
 
     hidden: int
     intermediate: int
@@ -45,9 +47,12 @@ class HeadShape:
     head_dim: int
     vocab: int
     eps: float
+    normed: bool = False
 
     @classmethod
-    def beside(cls, config: ModelConfig, vocab: int, intermediate: int | None) -> HeadShape:
+    def beside(
+        cls, config: ModelConfig, vocab: int, intermediate: int | None, *, normed: bool = False
+    ) -> HeadShape:
         """A head with the target's attention shape."""
         return cls(
             hidden=config.hidden_size,
@@ -57,13 +62,15 @@ class HeadShape:
             head_dim=config.head_dim,
             vocab=vocab,
             eps=config.rms_norm_eps,
+            normed=normed,
         )
 
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every trained weight."""
         hidden, inner = self.hidden, self.intermediate
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
+        norms = {f"fc_norm.{i}.weight": (hidden,) for i in range(CAPTURED if self.normed else 0)}
+        return norms | {
             "fc.weight": (hidden, CAPTURED * hidden),
             "midlayer.input_layernorm.weight": (hidden,),
             "midlayer.hidden_norm.weight": (hidden,),
@@ -189,7 +196,7 @@ class Head:
         front, back = _grouped(weights)
         length = inputs.tokens.shape[1]
         padded = F.pad(inputs.tokens, (0, count))
-        feature = F.linear(inputs.captured, weights["fc.weight"])
+        feature = F.linear(self._features(inputs.captured, weights), weights["fc.weight"])
         rows, keys, values = [], [], []
         for step in range(count):
             embed = F.embedding(padded[:, step + 1 : step + 1 + length], inputs.embedding)
@@ -199,8 +206,18 @@ class Head:
             values.append(v)
             attended = chain_attention(q, keys[0], values[0], keys[1:], values[1:])
             feature, normed = self._back(feature, attended, back, self.shape.eps)
+            feature = normed if self.shape.normed else feature
             rows.append(normed)
         return rows
+
+    def _features(self, captured: Tensor, weights: Weights) -> Tensor:
+        """[B, S, 3 H_t]: what `fc` reads."""
+        if not self.shape.normed:
+            return captured
+        parts = captured.chunk(CAPTURED, dim=-1)
+        norms = (weights[f"fc_norm.{index}.weight"] for index in range(CAPTURED))
+        normed = [rms_norm(*one, self.shape.eps) for one in zip(parts, norms, strict=True)]
+        return torch.cat(normed, dim=-1)
 
 
 def _grouped(weights: Weights) -> tuple[_Front, _Back]:

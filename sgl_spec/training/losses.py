@@ -1,9 +1,15 @@
 """Soft-label losses fused with their output layer: no logits are kept for the backward.
 
 For a row with hidden h, weight w, target probabilities p over the draft's columns (which may sum
-to less than 1: the rest lies outside the draft's vocabulary) and z = W h:
+to less than 1: the rest lies outside the draft's vocabulary), z = W h and q = softmax(z):
 
-    loss = w * (sum(p) * logsumexp(z) - sum(p * z)),   dloss/dz = w * (sum(p) * softmax(z) - p)
+    kl   w * (sum(p) * logsumexp(z) - sum(p * z)),   d/dz = w * (sum(p) * q - p)
+    tv   w * (1 - A),                                d/dz = w * q * (sum(m * q) - m)
+    lk   w * -log(A),                                d/dz = the same / A
+
+with A = sum(min(p, q)), the chance that a draft drawn from q is accepted by rejection sampling, and
+m = 1 where q < p. `kl` pulls q towards all of p, `tv` and `lk` only as far as it is accepted more
+often; `tv` stops teaching where nothing is accepted yet, `lk` does not.
 
 The gradients of h and W are formed in the forward, chunk by chunk of rows, and handed out in the
 backward. A row's `hit` says whether the draft's best column is the target's best token.
@@ -22,6 +28,8 @@ Labels = Callable[[int, int], tuple[Tensor, Tensor]]
 """Probabilities [n, W] and best column [n] (-1: outside the columns) of rows start .. end - 1."""
 
 CHUNK_ROWS = 8192
+LOSSES = ("kl", "tv", "lk")
+_LEAST = 1e-8  # of A, whose logarithm and inverse are taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +41,15 @@ class HeadLoss:
 
 
 def soft_label_loss(
-    hidden: Tensor, head: Tensor, labels: Labels, weights: Tensor, chunk: int = CHUNK_ROWS
+    hidden: Tensor,
+    head: Tensor,
+    labels: Labels,
+    weights: Tensor,
+    chunk: int = CHUNK_ROWS,
+    kind: str = "kl",
 ) -> HeadLoss:
-    """hidden: [N, H]; head: [W, H], same dtype; weights: [N] float32."""
-    loss, hits = _SoftLabelLoss.apply(hidden, head, labels, weights, chunk)  # type: ignore[no-untyped-call]
+    """hidden: [N, H]; head: [W, H], same dtype; weights: [N] float32; kind: one of `LOSSES`."""
+    loss, hits = _SoftLabelLoss.apply(hidden, head, labels, weights, chunk, kind)  # type: ignore[no-untyped-call]
     return HeadLoss(loss, hits)
 
 
@@ -51,22 +64,34 @@ def wide_logits(hidden: Tensor, head: Tensor) -> Tensor:
 
 
 def _rows(
-    z: Tensor, probs: Tensor, best: Tensor, weights: Tensor, dtype: torch.dtype
+    z: Tensor, probs: Tensor, best: Tensor, weights: Tensor, dtype: torch.dtype, kind: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss (summed), its gradient in the logits z as `dtype`, and hits of a chunk."""
     p = probs.float()
-    mass = p.sum(dim=-1)
-    lse = z.logsumexp(dim=-1)
-    loss = (weights * (mass * lse - (p * z).sum(dim=-1))).sum()
-    softmax = (z - lse.unsqueeze(-1)).exp()
-    grad = weights.unsqueeze(-1) * (mass.unsqueeze(-1) * softmax - p)
-    return loss, grad.to(dtype), z.argmax(dim=-1) == best
+    lse = z.logsumexp(dim=-1, keepdim=True)
+    q = (z - lse).exp()
+    if kind == "kl":
+        mass = p.sum(dim=-1, keepdim=True)
+        loss, grad = mass * lse - (p * z).sum(dim=-1, keepdim=True), mass * q - p
+    else:
+        accepted = torch.minimum(p, q).sum(dim=-1, keepdim=True).clamp(min=_LEAST)
+        below = (q < p).float()
+        grad = q * ((below * q).sum(dim=-1, keepdim=True) - below)
+        loss, grad = (1 - accepted, grad) if kind == "tv" else (-accepted.log(), grad / accepted)
+    weight = weights.unsqueeze(-1)
+    return (weight * loss).sum(), (weight * grad).to(dtype), z.argmax(dim=-1) == best
 
 
 class _SoftLabelLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, labels: Labels, weights: Tensor, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        labels: Labels,
+        weights: Tensor,
+        chunk: int,
+        kind: str,
     ) -> tuple[Tensor, Tensor]:
         total = torch.zeros((), device=hidden.device)
         hits = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
@@ -76,7 +101,9 @@ class _SoftLabelLoss(torch.autograd.Function):
             part = slice(start, min(start + chunk, len(hidden)))
             probs, best = labels(part.start, part.stop)
             logits = wide_logits(hidden[part], head)
-            loss, grad, hits[part] = kernels.rows(logits, probs, best, weights[part], head.dtype)
+            loss, grad, hits[part] = kernels.rows(
+                logits, probs, best, weights[part], head.dtype, kind
+            )
             total += loss
             grad_hidden[part] = grad @ head
             grad_head += grad.t() @ hidden[part]
@@ -88,7 +115,7 @@ class _SoftLabelLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _hits: Any) -> tuple[Any, ...]:
         grad_hidden, grad_head = ctx.saved_tensors
         # The scale is folded into the weights, so that bf16 gradients keep their range.
-        return grad_hidden * grad, grad_head * grad, None, None, None
+        return grad_hidden * grad, grad_head * grad, None, None, None, None
 
 
 class _Kernels:

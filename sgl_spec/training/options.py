@@ -24,6 +24,7 @@ from sgl_spec.training import chain_attention, losses
 from sgl_spec.training.checks import check_directory, chosen_device
 from sgl_spec.training.feed import Feed
 from sgl_spec.training.loop import CHECKPOINT, LoopOptions
+from sgl_spec.training.losses import LOSSES
 from sgl_spec.training.shards import TokenShards
 from sgl_spec.training.target import Target
 
@@ -55,6 +56,7 @@ def add_common(parser: argparse.ArgumentParser, *, lr: float, optimizer: str) ->
         default=0.1,
         help="share of prompt positions learned beside the answers (default 0.1)",
     )
+    add("--loss", choices=LOSSES, default="kl", help="tv, lk: of the share accepted (default kl)")
     add("--label-temperature", type=float, default=1.0, help="of the target's labels (default 1)")
     add("--held-out", type=float, default=0.02, help="share of prompts kept apart (default 0.02)")
     add("--eval-tokens", type=int, default=65536, help="held-out tokens judged (default 65536)")
@@ -181,7 +183,7 @@ def _check(args: argparse.Namespace) -> None:
 def provenance(setting: Setting, run: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     """Everything that says where weights came from; holds no path of the machine."""
     args, shards = setting.args, setting.shards
-    used = ("batch_tokens", "max_len", "prompt_share", "label_temperature", "seed")
+    used = ("batch_tokens", "max_len", "prompt_share", "loss", "label_temperature", "seed")
     return {
         "target": Path(args.target).name,
         "data": [manifest for folder in args.data for manifest in _manifests(folder)],

@@ -100,6 +100,7 @@ class StandaloneDraft:
             lambda start, end: self._labels(final[start:end]),
             per_row,
             _CHUNK_ROWS,
+            self.setting.args.loss,
         )
         return StepStats(found.loss, {"top-1": found.hits.float().mean()})
 

@@ -20,7 +20,7 @@ from sgl_spec.models.loader import load_model
 from sgl_spec.training import eagle3, standalone
 from sgl_spec.training.chain_attention import chain_attention
 from sgl_spec.training.eagle3_head import Head, HeadInputs
-from sgl_spec.training.losses import soft_label_loss
+from sgl_spec.training.losses import LOSSES, soft_label_loss
 from sgl_spec.training.target import Target
 
 LENGTH, STEPS = 21, 5
@@ -59,7 +59,8 @@ def test_chain_attention_and_its_gradients(chain: int) -> None:
         torch.testing.assert_close(fast, slow, rtol=1e-4, atol=5e-5)
 
 
-def test_soft_label_loss_and_its_gradients() -> None:
+@pytest.mark.parametrize("kind", LOSSES)
+def test_soft_label_loss_and_its_gradients(kind: str) -> None:
     """Labels that do not sum to one, unequal weights, a last chunk that is short, hits."""
     torch.manual_seed(0)
     hidden = torch.randn(23, 8, requires_grad=True)
@@ -67,9 +68,11 @@ def test_soft_label_loss_and_its_gradients() -> None:
     probs = torch.rand(23, 11).softmax(dim=-1) * torch.rand(23, 1)
     best = torch.where(torch.arange(23) % 5 == 0, -1, probs.argmax(dim=-1))
     weights = torch.rand(23)
-    found = soft_label_loss(hidden, head, lambda a, b: (probs[a:b], best[a:b]), weights, 10)
+    found = soft_label_loss(hidden, head, lambda a, b: (probs[a:b], best[a:b]), weights, 10, kind)
     scores = F.log_softmax(hidden @ head.t(), dim=-1)
-    plain = -(weights[:, None] * probs * scores).sum()
+    accepted = torch.minimum(probs, scores.exp()).sum(dim=-1)
+    each = {"kl": -(probs * scores).sum(dim=-1), "tv": 1 - accepted, "lk": -accepted.log()}
+    plain = (weights * each[kind]).sum()
     torch.testing.assert_close(found.loss, plain)
     expected = torch.autograd.grad(3 * plain, (hidden, head))
     for fast, slow in zip(
@@ -108,7 +111,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     data = make_data(root / "data", target)
     common = ["--model-path", str(directory), "--data", str(data), "--steps", "4"]
     common += ["--batch-tokens", "512", "--max-len", "64", "--held-out", "0.3", "--lr", "0.02"]
-    eagle3.main([*common, "--out", str(root / "head"), "--draft-vocab", "100"])
+    head = [*common, "--draft-vocab", "100"]
+    eagle3.main([*head, "--out", str(root / "eagle3")])
+    eagle3.main([*head, "--out", str(root / "eagle3.1"), "--shape", "eagle3.1", "--loss", "lk"])
     sizes = "--hidden 32 --intermediate 48 --num-layers 2 --heads 2 --kv-heads 1 --head-dim 16"
     standalone.main([*common, "--out", str(root / "small"), *sizes.split()])
     return SimpleNamespace(root=root, directory=directory, target=target, data=data, common=common)
@@ -137,12 +142,15 @@ def rows_at(
     )
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3.1"])
 @torch.inference_mode()
-def test_head_in_training_equals_the_serving_head(world: SimpleNamespace, decoder: Decoder) -> None:
+def test_head_in_training_equals_the_serving_head(
+    world: SimpleNamespace, decoder: Decoder, kind: str
+) -> None:
     """Step 0 over a whole text, and a chain of draft steps from a root inside it."""
-    served = load_draft("EAGLE3", world.root / "head", decoder, tokenizer_dir=world.directory)
+    served = load_draft("EAGLE3", world.root / kind, decoder, tokenizer_dir=world.directory)
     tokens = torch.from_numpy(np.random.default_rng(1).integers(3, VOCAB, LENGTH))
-    trained = training_rows(world, tokens)
+    trained = training_rows(world, tokens, kind)
     captured = world.target.forward(tokens[None], served.capture).captured
     kv = served.new_kv_cache(64)
     batch = rows_at(tokens[1:], torch.arange(LENGTH - 1), 0)
@@ -164,15 +172,15 @@ def test_head_in_training_equals_the_serving_head(world: SimpleNamespace, decode
     assert not torch.allclose(trained[1][root], trained[0][root + 1], atol=1e-2)
 
 
-def training_rows(world: SimpleNamespace, tokens: Tensor) -> list[Tensor]:
+def training_rows(world: SimpleNamespace, tokens: Tensor, kind: str) -> list[Tensor]:
     """Logits [S, W] of every step, by root, from the weights as they are stored."""
     from safetensors.torch import load_file
 
-    stored = load_file(world.root / "head" / "model.safetensors")
+    stored = load_file(world.root / kind / "model.safetensors")
     assert stored["d2t"].dtype == torch.int64
     assert stored["t2d"].sum() == 100
     weights = {name: value.float() for name, value in stored.items() if name not in ("d2t", "t2d")}
-    head = Head(head_shape(world, len(stored["d2t"])))
+    head = Head(head_shape(world, len(stored["d2t"]), normed=kind == "eagle3.1"))
     target: Target = world.target
     inputs = HeadInputs(
         tokens=tokens[None],
@@ -183,8 +191,9 @@ def training_rows(world: SimpleNamespace, tokens: Tensor) -> list[Tensor]:
     return [row[0] @ weights["lm_head.weight"].t() for row in head.steps(weights, inputs, STEPS)]
 
 
-def head_shape(world: SimpleNamespace, vocab: int) -> eagle3.HeadShape:
-    return eagle3.HeadShape.beside(ModelConfig.from_hf(world.directory), vocab, None)
+def head_shape(world: SimpleNamespace, vocab: int, *, normed: bool) -> eagle3.HeadShape:
+    config = ModelConfig.from_hf(world.directory)
+    return eagle3.HeadShape.beside(config, vocab, None, normed=normed)
 
 
 @torch.inference_mode()
