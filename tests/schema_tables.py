@@ -7,14 +7,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sgl_spec.server import openai_schema as openai
+from sgl_spec.server import responses_schema as responses
 from sgl_spec.server import schema
-from sgl_spec.server.schema import Body
+from sgl_spec.server.body import Body
 from sgl_spec.server.unsupported import UNSUPPORTED
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "http.md"
 END = "<!-- end -->"
 SHARED = schema.Settings.names().keys()
-OPENAI = schema.OpenAI.names().keys()
+OPENAI = openai.OpenAI.names().keys()
 
 
 def fields(model: type[Body], *, but: Iterable[str] = ()) -> str:
@@ -58,18 +60,18 @@ def unsupported() -> str:
     """One row for fields that the same models have with the same values."""
     tables = {
         "all": UNSUPPORTED,
-        "OpenAI": schema.OpenAI.unsupported,
-        "`/v1/completions`": schema.Completions.unsupported,
-        "chat": schema.Chat.unsupported,
-        "`messages`": schema.Message.unsupported,
-        "content parts": schema.TextPart.unsupported,
-        "`stream_options`": schema.StreamOptions.unsupported,
-        "`/v1/responses`": schema.Responses.unsupported,
+        "OpenAI": openai.OpenAI.unsupported,
+        "`/v1/completions`": openai.Completions.unsupported,
+        "chat": openai.Chat.unsupported,
+        "`messages`": openai.Message.unsupported,
+        "content parts": openai.TextPart.unsupported,
+        "`stream_options`": openai.StreamOptions.unsupported,
+        "`/v1/responses`": responses.Responses.unsupported,
         "`/start_profile`": schema.Profile.unsupported,
     }
     lines = ["| where | beside null | |", "|---|---|---|"]
     for where, table in tables.items():
-        inherited = {"all": (), "OpenAI": UNSUPPORTED}.get(where, schema.OpenAI.unsupported)
+        inherited = {"all": (), "OpenAI": UNSUPPORTED}.get(where, openai.OpenAI.unsupported)
         rows: dict[str, list[str]] = {}
         for name, neutral in table.items():
             if name not in inherited:
@@ -81,11 +83,11 @@ def unsupported() -> str:
 
 TABLES = {
     "generate": fields(schema.Generate),
-    "openai": fields(schema.OpenAI, but=[n for n in SHARED if n != "min_tokens"]),
-    "completions": fields(schema.Completions, but=OPENAI),
-    "chat": fields(schema.Chat, but=OPENAI),
-    "messages": fields(schema.Message),
-    "responses": fields(schema.Responses),
+    "openai": fields(openai.OpenAI, but=[n for n in SHARED if n != "min_tokens"]),
+    "completions": fields(openai.Completions, but=OPENAI),
+    "chat": fields(openai.Chat, but=OPENAI),
+    "messages": fields(openai.Message),
+    "responses": fields(responses.Responses),
     "sampling": fields(schema.Sampling),
     "tokenize": fields(schema.Tokenize),
     "detokenize": fields(schema.Detokenize),

@@ -22,6 +22,7 @@ from sgl_spec.errors import (
     UnavailableError,
     preview,
 )
+from sgl_spec.server.body import Body
 from sgl_spec.server.frontend import ClientGone
 from sgl_spec.server.http import (
     ApiKey,
@@ -36,17 +37,9 @@ from sgl_spec.server.http import (
     read_optional,
 )
 from sgl_spec.server.openai_protocol import check_model
-from sgl_spec.server.schema import (
-    AbortRequest,
-    Body,
-    Chat,
-    Completions,
-    Detokenize,
-    Generate,
-    Profile,
-    Responses,
-    Tokenize,
-)
+from sgl_spec.server.openai_schema import Chat, Completions
+from sgl_spec.server.responses_schema import Responses
+from sgl_spec.server.schema import AbortRequest, Detokenize, Generate, Profile, Tokenize
 from sgl_spec.server.service import Service
 
 # Nobody reads it, but the log shows it.

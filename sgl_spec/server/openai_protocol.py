@@ -21,9 +21,7 @@ from sgl_spec.server.answers import (
     Talk,
     Thinking,
 )
-from sgl_spec.server.requests import Asked
-from sgl_spec.server.sampling import SamplingDefaults, openai_sampling, with_schema
-from sgl_spec.server.schema import (
+from sgl_spec.server.openai_schema import (
     Chat,
     Completions,
     Message,
@@ -32,6 +30,8 @@ from sgl_spec.server.schema import (
     ToolCall,
     ToolChoice,
 )
+from sgl_spec.server.requests import Asked
+from sgl_spec.server.sampling import SamplingDefaults, openai_sampling, with_schema
 from sgl_spec.server.tools import check_tools, required_calls
 
 # Parameters of the tokenizer's own method; the template must not be given them a second time.

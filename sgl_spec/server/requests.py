@@ -20,9 +20,9 @@ from sgl_spec.request import (
     derive_seed,
 )
 from sgl_spec.server.model_info import ModelInfo
+from sgl_spec.server.schema import MAX_REQUESTS_PER_CALL
 from sgl_spec.server.tokenizer import ServerTokenizer
 
-MAX_REQUESTS_PER_CALL = 4096
 # Longer texts are tokenised in a thread: they take milliseconds, which other streams would feel.
 INLINE_CHARS = 8192
 

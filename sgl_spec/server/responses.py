@@ -9,10 +9,10 @@ from typing import Any
 
 from sgl_spec.errors import InvalidRequestError
 from sgl_spec.server.answers import Answer, Delta
+from sgl_spec.server.openai_schema import Chat
 from sgl_spec.server.output import Output
 from sgl_spec.server.requests import Made
-from sgl_spec.server.schema import (
-    Chat,
+from sgl_spec.server.responses_schema import (
     FlatChoice,
     FlatFunction,
     Item,

@@ -10,7 +10,8 @@ import orjson
 
 from sgl_spec.errors import InvalidRequestError
 from sgl_spec.request import GRAMMAR_KINDS, Speculation
-from sgl_spec.server.schema import MAX_DRAFT_TOKENS, OpenAI, ResponseFormat, Sampling, Settings
+from sgl_spec.server.openai_schema import OpenAI, ResponseFormat
+from sgl_spec.server.schema import MAX_DRAFT_TOKENS, Sampling, Settings
 
 logger = logging.getLogger(__name__)
 

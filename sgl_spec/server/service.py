@@ -31,8 +31,9 @@ from sgl_spec.server.protocol import GenerateReplies, read_generate
 from sgl_spec.server.requests import Made, RequestMaker, check_ids, encode, fresh_rid
 from sgl_spec.server.responses import NAMES as RESPONSES_NAMES
 from sgl_spec.server.responses import ResponsesReplies, as_chat
+from sgl_spec.server.responses_schema import Responses
 from sgl_spec.server.sampling import SamplingDefaults
-from sgl_spec.server.schema import AbortRequest, Detokenize, Profile, Responses, Tokenize
+from sgl_spec.server.schema import AbortRequest, Detokenize, Profile, Tokenize
 from sgl_spec.server.tokenizer import ServerTokenizer
 
 PROBE_TIMEOUT_S = 20.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sgl_spec.errors import InvalidRequestError, preview
-from sgl_spec.server.schema import Chat, Tool, ToolChoice
+from sgl_spec.server.openai_schema import Chat, Tool, ToolChoice
 
 # For models whose template shows no tools: the prompt of Hermes and Qwen.
 _PROMPT = """# Tools

@@ -13,7 +13,6 @@ from sgl_spec.errors import InvalidRequestError
 from sgl_spec.messages import Submit, decode_to_engine, encode
 from sgl_spec.server.model_info import ModelInfo
 from sgl_spec.server.requests import (
-    MAX_REQUESTS_PER_CALL,
     Asked,
     Made,
     RequestMaker,
@@ -21,7 +20,7 @@ from sgl_spec.server.requests import (
     name_requests,
 )
 from sgl_spec.server.sampling import native_sampling
-from sgl_spec.server.schema import Sampling
+from sgl_spec.server.schema import MAX_REQUESTS_PER_CALL, Sampling
 from sgl_spec.server.tokenizer import ServerTokenizer
 
 CONTEXT = 64

@@ -19,39 +19,46 @@ from jsonschema import Draft202012Validator
 
 from sgl_spec import request
 from sgl_spec.errors import InvalidRequestError, NotFoundError
-from sgl_spec.server import http, requests, schema
+from sgl_spec.server import http, schema
+from sgl_spec.server import openai_schema as openai
+from sgl_spec.server import responses_schema as responses
 from sgl_spec.server.app import BODIES, ServerState, build_app, router
+from sgl_spec.server.body import Body
 from sgl_spec.server.openai_protocol import read_chat, read_completions
 from sgl_spec.server.protocol import read_generate
 from sgl_spec.server.sampling import SamplingDefaults
-from sgl_spec.server.schema import Body
 
 USER = {"role": "user", "content": "hi"}
 # A body of each model that is as small as can be.
 LEAST: dict[type[Body], dict[str, Any]] = {
     schema.Generate: {"text": "a"},
     schema.Sampling: {},
-    schema.Completions: {"prompt": "a"},
-    schema.Chat: {"messages": [USER]},
-    schema.Message: USER,
-    schema.TextPart: {"type": "text", "text": "a"},
-    schema.ToolCall: {"function": {"name": "f", "arguments": "{}"}},
-    schema.Tool: {"type": "function", "function": {"name": "f"}},
-    schema.Function: {"name": "f"},
-    schema.ToolChoice: {"type": "function", "function": {"name": "f"}},
-    schema.StreamOptions: {},
-    schema.Responses: {"input": "a"},
-    schema.ItemMessage: USER,
-    schema.ItemText: {"type": "input_text", "text": "a"},
-    schema.ItemCall: {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
-    schema.ItemResult: {"type": "function_call_output", "call_id": "1", "output": "a"},
-    schema.ItemReasoning: {"type": "reasoning"},
-    schema.FlatFunction: {"type": "function", "name": "f"},
-    schema.FlatChoice: {"type": "function", "name": "f"},
-    schema.TextFormat: {"type": "text"},
-    schema.TextOptions: {},
-    schema.ResponseFormat: {"type": "text"},
-    schema.NamedSchema: {"schema": {}},
+    openai.Completions: {"prompt": "a"},
+    openai.Chat: {"messages": [USER]},
+    openai.Message: USER,
+    openai.TextPart: {"type": "text", "text": "a"},
+    openai.ToolCall: {"function": {"name": "f", "arguments": "{}"}},
+    openai.Tool: {"type": "function", "function": {"name": "f"}},
+    openai.Function: {"name": "f"},
+    openai.ToolChoice: {"type": "function", "function": {"name": "f"}},
+    openai.StreamOptions: {},
+    responses.Responses: {"input": "a"},
+    responses.ItemMessage: USER,
+    responses.ItemText: {"type": "input_text", "text": "a"},
+    responses.ItemCall: {
+        "type": "function_call",
+        "call_id": "1",
+        "name": "f",
+        "arguments": "{}",
+    },
+    responses.ItemResult: {"type": "function_call_output", "call_id": "1", "output": "a"},
+    responses.ItemReasoning: {"type": "reasoning"},
+    responses.FlatFunction: {"type": "function", "name": "f"},
+    responses.FlatChoice: {"type": "function", "name": "f"},
+    responses.TextFormat: {"type": "text"},
+    responses.TextOptions: {},
+    openai.ResponseFormat: {"type": "text"},
+    openai.NamedSchema: {"schema": {}},
     schema.DraftLimit: {"max_draft_tokens": 1},
     schema.Tokenize: {"prompt": "a"},
     schema.Detokenize: {"tokens": [1]},
@@ -110,7 +117,7 @@ def test_required_fields(model: type[Body]) -> None:
             LEAST[model] | {name: None},
             {k: LEAST[model][k] for k in LEAST[model] if k != name},
         ):
-            if field.is_required() or (model, name) == (schema.Message, "content"):
+            if field.is_required() or (model, name) == (openai.Message, "content"):
                 with pytest.raises(InvalidRequestError, match=f"^{name} is required") as caught:
                     model.read(body)
                 assert caught.value.param == name
@@ -171,7 +178,7 @@ SLIPS = {
 @pytest.mark.parametrize(("name", "meant"), SLIPS.items())
 def test_near_names_are_suggested_and_far_ones_are_not(name: str, meant: str | None) -> None:
     told = []
-    for model in (schema.Generate, schema.Sampling, schema.Completions, schema.Chat):
+    for model in (schema.Generate, schema.Sampling, openai.Completions, openai.Chat):
         with pytest.raises(InvalidRequestError) as caught:
             model.read(LEAST[model] | {name: 1})
         assert caught.value.message.startswith(f'Unknown field "{name}".')
@@ -191,28 +198,33 @@ DEEP: list[tuple[type[Body], dict[str, Any], str, str]] = [
         "sampling_params.speculation",
         "false or",
     ),
-    (schema.Chat, {"messages": [USER, {"role": "x", "content": ""}]}, "messages[1].role", '"x"'),
-    (schema.Chat, {"messages": [{"role": "user"}]}, "messages[0].content", "is required"),
     (
-        schema.Chat,
+        openai.Chat,
+        {"messages": [USER, {"role": "x", "content": ""}]},
+        "messages[1].role",
+        '"x"',
+    ),
+    (openai.Chat, {"messages": [{"role": "user"}]}, "messages[0].content", "is required"),
+    (
+        openai.Chat,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages[0].content[0].image_url",
         "is not supported",
     ),
     (
-        schema.Chat,
+        openai.Chat,
         {"stream_options": {"include_usage": 1}},
         "stream_options.include_usage",
         "got 1",
     ),
     (
-        schema.Chat,
+        openai.Chat,
         {"response_format": {"type": "json_schema", "json_schema": {"x": 1}}},
         "response_format.json_schema.x",
         "Unknown field",
     ),
     (
-        schema.Chat,
+        openai.Chat,
         {"max_tokens": 3, "max_completion_tokens": 4},
         "max_completion_tokens",
         "differ: 3 and 4",
@@ -241,7 +253,7 @@ def test_a_body_is_an_object(body: object) -> None:
 
 @pytest.mark.parametrize("integer", [2.0, 2])
 def test_whole_numbers_are_integers(integer: float) -> None:
-    read = schema.Completions.read({"prompt": [[1.0, 2], [3.0]], "max_tokens": integer})
+    read = openai.Completions.read({"prompt": [[1.0, 2], [3.0]], "max_tokens": integer})
     assert (read.prompt, read.max_tokens) == ([[1, 2], [3]], 2)
     assert all(type(i) is int for ids in read.prompt for i in ids)  # type: ignore[union-attr]
 
@@ -251,7 +263,7 @@ JSON = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from([*schema.Sampling.names(), *schema.Chat.names(), "role", "type"]),
+            st.sampled_from([*schema.Sampling.names(), *openai.Chat.names(), "role", "type"]),
             inner,
             max_size=3,
         )
@@ -260,8 +272,8 @@ JSON = st.recursive(
 )
 ROUTES: dict[type[Body], Callable[[object], object]] = {
     schema.Generate: read_generate,
-    schema.Completions: lambda b: read_completions(b, SamplingDefaults({}), (), repr),
-    schema.Chat: lambda b: read_chat(b, SamplingDefaults({}), (), repr),
+    openai.Completions: lambda b: read_completions(b, SamplingDefaults({}), (), repr),
+    openai.Chat: lambda b: read_chat(b, SamplingDefaults({}), (), repr),
 }
 
 
@@ -308,7 +320,7 @@ class TestDocuments:
     @pytest.mark.parametrize(
         "limit",
         [
-            f"1 to {request.MAX_CHOICES}; a call holds at most {requests.MAX_REQUESTS_PER_CALL}",
+            f"1 to {request.MAX_CHOICES}; a call holds at most {schema.MAX_REQUESTS_PER_CALL}",
             f"seeds are below 2^{request.SEED_BITS}",
             f"1 to {schema.MAX_RID_CHARS} characters",
             f"2^{request.MAX_PROMPT_LOGPROBS.bit_length() - 1}",
