@@ -657,7 +657,7 @@ def _warn(notes: Iterable[str]) -> None:
 
 def flags_page() -> str:
     """The text of docs/flags.md."""
-    return _PAGE_HEAD + flag_table(declared(ServerArgs).values()) + sglang.foreign_tables()
+    return _PAGE_HEAD + flag_table(declared(ServerArgs).values()) + sglang.foreign_table()
 
 
 _PAGE_HEAD = """\

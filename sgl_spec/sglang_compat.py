@@ -84,9 +84,7 @@ IGNORED = {
     """,
     "an idle engine waits without spinning": "sleep-on-idle!",
     "--log-level sets it too": "log-level-http",
-    "requests are not logged; /metrics counts them": """
-        log-requests-format crash-dump-folder
-    """,
+    "a request is logged in lines of text": "log-requests-format",
     "/metrics has the latencies": "show-time-cost! enable-request-time-stats-logging!",
     "logs and metrics have one form": """
         enable-mfu-metrics! enable-metrics-for-all-schedulers! collect-tokens-histogram!
@@ -96,7 +94,7 @@ IGNORED = {
         bucket-inter-token-latency+ bucket-e2e-request-latency+ prompt-tokens-buckets+
         generation-tokens-buckets+ tokenizer-metrics-allowed-custom-labels+
     """,
-    "no files are stored": "file-storage-path disable-outlines-disk-cache!",
+    "no files are stored": "file-storage-path crash-dump-folder disable-outlines-disk-cache!",
     "the prefixes used longest ago go first": "radix-eviction-policy",
     "prompt chunks read the KV pool in place": "disable-chunked-prefix-cache!",
     "there is one KV pool, for all layers alike": """
@@ -391,41 +389,28 @@ def unknown_keyword(name: str, own: Mapping[str, Option]) -> ConfigError:
     return ConfigError(f"{name} is not an option{suggestion(meant)}.", param=name)
 
 
-def foreign_tables() -> str:
-    """Two Markdown tables: what is accepted and changes nothing, and what is refused. Flags with
-    the same reason share a row."""
-    accepted: dict[tuple[str, str], list[str]] = {}
-    refused: dict[tuple[str, str], list[str]] = {}
-    for name, entry in FLAGS.items():
-        shown = [f"`{flag_of(word)}`" for word in (name, *ALIASES.get(name, ()))]
-        if entry.accepted is None:
-            accepted.setdefault(("any value, or none", entry.why), []).extend(shown)
-            continue
-        values = ", ".join(f"`{value}`" if value else "an empty value" for value in entry.accepted)
-        if values:
-            same = (values, "it asks for what is done anyway")
-            accepted.setdefault(same, []).extend(shown)
-        refused.setdefault(("other values" if values else "always", entry.why), []).extend(shown)
-    return _TABLES.format(
-        accepted=_table(("flags", "accepted with", "because"), accepted),
-        refused=_table(("flags", "refused", "because"), refused),
-    )
+def foreign_table() -> str:
+    """What becomes of every flag, in Markdown: a row per reason."""
+    rows = [_HEAD]
+    for table, fate in ((IGNORED, "changes nothing"), (REFUSED, "refused")):
+        for why, words in table.items():
+            flags = ", ".join(_shown(re.sub("[!+]|=.*", "", word)) for word in words.split())
+            rows.append(f"| {flags} | {fate} | {why} |")
+    return "\n".join(rows) + "\n"
 
 
-def _table(head: Sequence[str], rows: Mapping[tuple[str, str], list[str]]) -> str:
-    lines = [" | ".join(head), "|".join("---" for _ in head)]
-    lines += [f"{', '.join(flags)} | {when} | {why}" for (when, why), flags in rows.items()]
-    return "\n".join(f"| {line} |" if line[0] != "-" else f"|{line}|" for line in lines)
+def _shown(flag: str) -> str:
+    name = flag.replace("-", "_")
+    spelled = ", ".join(f"`{flag_of(word)}`" for word in (name, *ALIASES.get(name, ())))
+    free = " or ".join(f"`{value}`" if value else "nothing" for value in FLAGS[name].accepted or ())
+    return f"{spelled} (but for {free})" if free else spelled
 
 
-_TABLES = """
+_HEAD = """
 ## SGLang's other flags
 
-These are accepted and change no answer; the log says so. As keywords of `sgl_spec.LLM` too.
+What changes nothing is accepted, with any value; the log says so. So is a value that asks for what
+is done anyway, named behind its flag. As keywords of `sgl_spec.LLM` too.
 
-{accepted}
-
-These are refused, with the same words.
-
-{refused}
-"""
+| flags | here | because |
+|---|---|---|"""
