@@ -30,7 +30,7 @@ _RENDER_ERRORS = (
     ArithmeticError,
     RecursionError,
 )
-_RESERVED = ("messages", "tools", "add_generation_prompt")
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 class _Generation(jinja2.ext.Extension):
@@ -125,9 +125,7 @@ class ChatTemplate:
                 "continue_final_message and add_generation_prompt cannot both be true.",
                 param="continue_final_message",
             )
-        chat = [_plain_message(index, message) for index, message in enumerate(messages)]
-        if not chat:
-            raise InvalidRequestError("messages must hold at least one message.", param="messages")
+        chat = [_plain_message(message) for message in messages]
         if not self.shows_tools:
             chat, tools = with_tools_told(chat, tools or []), None
         if continue_final_message:
@@ -174,41 +172,13 @@ def compile_template(origin: str, source: str) -> jinja2.Template:
         ) from error
 
 
-def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message without null fields, its content one string."""
-    where = f"messages[{index}]"
-    if not isinstance(message, Mapping):
-        _refuse(where, "an object with a role and content", message)
-    if not isinstance(message.get("role"), str):
-        _refuse(f"{where}.role", "a string", message.get("role"))
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message without null fields, its content one string: parts are joined by a space, as in
+    SGLang."""
     plain = {key: value for key, value in message.items() if value is not None}
-    content = plain.get("content")
-    if isinstance(content, list):
-        plain["content"] = _joined_parts(f"{where}.content", content)
-    elif content is not None and not isinstance(content, str):
-        _refuse(f"{where}.content", "a string or a list of text parts", content)
+    if isinstance(content := plain.get("content"), list):
+        plain["content"] = " ".join(part["text"] for part in content)
     return plain
-
-
-def _joined_parts(where: str, parts: list[Any]) -> str:
-    texts = []
-    for index, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind is not None and kind != "text":
-            _refuse(f"{where}[{index}].type", '"text" (only text is served)', kind)
-        if kind is None or not isinstance(part.get("text"), str):
-            _refuse(f"{where}[{index}]", 'an object {"type": "text", "text": "..."}', part)
-        for key, value in part.items():
-            if key not in ("type", "text") and value is not None:
-                _refuse(f"{where}[{index}].{key}", "left out: a part has type and text", value)
-        texts.append(part["text"])
-    # A space between parts, as SGLang joins them.
-    return " ".join(texts)
-
-
-def _refuse(where: str, allowed: str, value: object) -> NoReturn:
-    message = f"{where} must be {allowed}, got {preview(value)}."
-    raise InvalidRequestError(message, param="messages")
 
 
 def _to_continue(message: dict[str, Any]) -> dict[str, Any]:

@@ -34,11 +34,6 @@ from sgl_spec.server.requests import Asked
 from sgl_spec.server.sampling import SamplingDefaults, openai_sampling, with_schema
 from sgl_spec.server.tools import check_tools, required_calls
 
-# Parameters of the tokenizer's own method; the template must not be given them a second time.
-RESERVED_KWARGS = (
-    *("self", "messages", "tools", "documents"),
-    *("add_generation_prompt", "continue_final_message"),
-)
 # What both routes call fields of `SamplingParams` that have another name there.
 NAMES = {"min_new_tokens": "min_tokens"}
 
@@ -240,11 +235,6 @@ def _chat_prompt(fields: Chat) -> ChatPrompt:
             f"{preview(fields.messages[-1].role)}.",
             param="continue_final_message",
         )
-    for name in RESERVED_KWARGS:
-        if name in fields.chat_template_kwargs:
-            raise InvalidRequestError(
-                f"chat_template_kwargs cannot set {preview(name)}.", param="chat_template_kwargs"
-            )
     return ChatPrompt(
         messages=[_message(message) for message in fields.messages],
         template_kwargs=fields.chat_template_kwargs,

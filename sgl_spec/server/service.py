@@ -153,7 +153,7 @@ class Service:
             add_generation_prompt=chat.generation_prompt,
             continue_final_message=chat.continue_final,
             tools=chat.tools or None,
-            **chat.template_kwargs,
+            variables=chat.template_kwargs,
         )
 
     async def tokenize(self, body: object) -> dict[str, Any]:

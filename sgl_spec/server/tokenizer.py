@@ -74,7 +74,7 @@ class ServerTokenizer:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a chat; see `ChatTemplate.render`."""
         if self._template is None:

@@ -88,27 +88,6 @@ class TestCompletions:
         assert seeds[1] == seeds[3] != 11
         assert float(seeds[1]) == seeds[1] < 2**53, "a client in JavaScript can send it back"
 
-    def test_labels_change_nothing_and_wishes_are_refused(self, client: openai.OpenAI) -> None:
-        labels: dict[str, Any] = {
-            "user": "someone",
-            "metadata": {"run": "7"},
-            "service_tier": "auto",
-            "store": False,
-            "parallel_tool_calls": True,
-            "safety_identifier": "s",
-            "prompt_cache_key": "k",
-            "prediction": {"type": "content", "content": "boat"},
-        }
-        ask: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "a boat"}]}
-        plain = client.chat.completions.create(**ask, max_tokens=9)
-        labelled = client.chat.completions.create(**ask, max_tokens=9, **labels)
-        assert labelled.choices[0].message == plain.choices[0].message
-        wishes: dict[str, Any] = {"store": True, "service_tier": "flex"}
-        for name, value in wishes.items():
-            with pytest.raises(openai.BadRequestError) as caught:
-                client.chat.completions.create(**ask, **{name: value})
-            assert caught.value.param == name
-
     def test_what_an_abort_ends(self, server: Scripted, client: openai.OpenAI) -> None:
         """One name by itself, and the name of the call all that still run."""
         named = {"rid": "job", "ignore_eos": True}

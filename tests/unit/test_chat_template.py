@@ -139,7 +139,9 @@ def test_rendering_equals_transformers(
             if "tools" in options and template != EVERYTHING and "list" not in form:
                 continue  # theirs leaves them out
             expected = theirs.apply_chat_template(chat, tokenize=False, **options)
-            assert ours.render_chat(chat, **options) == expected
+            ours_only = {k: v for k, v in options.items() if k != "flag"}
+            variables = {k: v for k, v in options.items() if k == "flag"}
+            assert ours.render_chat(chat, **ours_only, variables=variables) == expected
 
 
 def test_a_final_message_is_continued_without_its_end(make_dir: Callable[..., Path]) -> None:
@@ -191,21 +193,6 @@ def test_text_parts_become_one_string(make_dir: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ([], "at least one message"),
-        (["hi"], r"messages\[0\] must be an object"),
-        ([{"content": "hi"}], r"messages\[0\]\.role must be a string, got null"),
-        (
-            [{"role": "user", "content": [{"type": "text", "text": "a", "more": 1}]}],
-            r"messages\[0\]\.content\[0\]\.more must be left out",
-        ),
-        ([{"role": 1, "content": "hi"}], r"role must be a string, got 1"),
-        ([{"role": "user", "content": 5}], r"messages\[0\]\.content must be a string or a list"),
-        (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-            r"messages\[0\]\.content\[0\]\.type must be .text. .*got .image_url.",
-        ),
-        ([{"role": "user", "content": ["hi"]}], r"content\[0\] must be an object"),
-        ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\] must be an object"),
         ([{"role": "bad", "content": "hi"}], "does not take these messages: roles must alternate"),
         ([{"role": "user"}], "does not take these messages"),
     ],
@@ -339,7 +326,9 @@ def test_smollm2_equals_transformers_with_its_default_system_line() -> None:
             {"add_generation_prompt": False, "continue_final_message": True},
         ):
             expected = theirs.apply_chat_template(chat, tokenize=False, **options)
-            assert ours.render_chat(chat, **options) == expected
+            ours_only = {k: v for k, v in options.items() if k != "flag"}
+            variables = {k: v for k, v in options.items() if k == "flag"}
+            assert ours.render_chat(chat, **ours_only, variables=variables) == expected
             expected_ids = theirs.apply_chat_template(chat, **options)["input_ids"]
             assert ours.encode_chat(chat, **options) == expected_ids
     for text in (
