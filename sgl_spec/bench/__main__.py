@@ -12,6 +12,7 @@ from sgl_spec.options import near
 COMMANDS = {
     "experiment": "a grid of settings and loads from a file: tables and plots",
     "accept": "accept length of a drafter on Spec-Bench, by group and tree shape",
+    "published": "bring a document's tables up to date with results of experiments",
     "kernels": "every device kernel beside its floor and torch, on a GPU",
     "ngram": "accept length and host time of the n-gram trie, over recorded texts",
     "offline": "tokens per second of the engine by task, beside transformers",

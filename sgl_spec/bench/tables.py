@@ -39,6 +39,7 @@ COLUMNS = {
     "accept_length": "tokens of a round, the bonus token included",
     "agreement": "share of prompts with the text of the same load without speculation",
     "first_difference": "token at which texts part, median of those that do",
+    "memory_mb": "in use on the GPU at the end, without one the server's resident memory",
     "errors": "requests without a whole answer",
     "busy": "share of the machine that others used before, the most of the runs",
     "error": "why the last run of a cell failed",
@@ -64,6 +65,7 @@ class Summary:
     accept_length: float | None
     agreement: float | None
     first_difference: float | None
+    memory_mb: float | None
     errors: int
     busy: float
     error: str
@@ -74,7 +76,6 @@ class Summary:
     kept: list[float]
     ttfts: list[float]
     tpots: list[float]
-    memory_mb: dict[str, float | None]
 
 
 def summarise(rows: Sequence[Row], answers: Answers) -> list[Summary]:
@@ -154,6 +155,7 @@ def _summary(
     ]
     parted = [place for place in places if place is not None]
     load = first["load"]
+    memory = good[-1]["memory_mb"] if good else {"gpu": None, "server": None}
     return Summary(
         setting=_setting(first, varied),
         load=_load_name(load),
@@ -169,6 +171,7 @@ def _summary(
         accept_length=_mean(lengths),
         agreement=1 - len(parted) / len(places) if places else None,
         first_difference=statistics.median(parted) if parted else None,
+        memory_mb=memory["gpu"] or memory["server"],
         errors=sum(level["errors"] for level in levels),
         busy=max((row["busy"] for row in good), default=0.0),
         error=failed[-1]["error"] if failed else "",
@@ -179,7 +182,6 @@ def _summary(
         kept=_kept([row["histogram"] for row in good]),
         ttfts=ttfts,
         tpots=tpots,
-        memory_mb=good[-1]["memory_mb"] if good else {},
     )
 
 
@@ -233,13 +235,14 @@ def conditions(plan: Plan, rows: Sequence[Row]) -> str:
 def text(found: Sequence[Summary]) -> str:
     """For a terminal, without the columns that are empty throughout."""
     names = _shown(found)
-    return table(names, [[_cell(getattr(one, name)) for name in names] for one in found])
+    return table(names, [[cell(getattr(one, name)) for name in names] for one in found])
 
 
 def write(found: Sequence[Summary], plan: Plan, rows: Sequence[Row], directory: Path) -> None:
     """table.json, table.csv and table.md."""
     listed = [asdict(one) for one in found]
-    content = {"plan": plan.model_dump(), "conditions": conditions(plan, rows), "rows": listed}
+    told_plan = plan.model_dump(exclude={"server": {"__all__": {"api_key"}}})
+    content = {"plan": told_plan, "conditions": conditions(plan, rows), "rows": listed}
     text = json.dumps(content, indent=1, default=str) + "\n"
     (directory / "table.json").write_text(text, encoding="utf-8")
     with (directory / "table.csv").open("w", newline="", encoding="utf-8") as file:
@@ -247,16 +250,20 @@ def write(found: Sequence[Summary], plan: Plan, rows: Sequence[Row], directory: 
         writer.writeheader()
         writer.writerows(listed)
     names = _shown(found)
-    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
-    for one in found:
-        cells = (_cell(getattr(one, name)).replace("|", "\\|") for name in names)
-        lines.append("| " + " | ".join(cells) + " |")
+    shown = markdown(names, [[cell(getattr(one, name)) for name in names] for one in found])
     told = "\n".join(f"- {name}: {COLUMNS[name]}" for name in names)
     logs = [
         f"{one.setting}, {one.load}:\n\n    " + "\n    ".join(one.log) for one in found if one.log
     ]
-    parts = [f"# {plan.name}", conditions(plan, rows), "\n".join(lines), told, *logs]
+    parts = [f"# {plan.name}", conditions(plan, rows), shown, told, *logs]
     (directory / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def markdown(names: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    lines += ["| " + " | ".join(one.replace("|", "\\|") for one in row) + " |" for row in cells]
+    return "\n".join(lines)
 
 
 def _shown(found: Sequence[Summary]) -> list[str]:
@@ -270,7 +277,8 @@ def _shown(found: Sequence[Summary]) -> list[str]:
     ]
 
 
-def _cell(value: object) -> str:
+def cell(value: object) -> str:
+    """A figure with three digits, "-" for none."""
     if value is None:
         return "-"
     return (

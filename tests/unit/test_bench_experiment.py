@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docs_commands import ROOT
+from docs_commands import ROOT, documents
 
 from sgl_spec.bench import tables
 from sgl_spec.bench.__main__ import main
 from sgl_spec.bench.experiment import Store, arrivals
 from sgl_spec.bench.plan import Cell, Load, Plan, Server, cells_of, read_plan
 from sgl_spec.bench.plots import draw
+from sgl_spec.bench.published import fill
 from sgl_spec.errors import ConfigError
 
 PLAN = """
@@ -182,6 +183,7 @@ def test_the_table(tmp_path: Path) -> None:
     assert (ngram.speedup, ngram.spread) == ((30 / 10 + 30 / 20) / 2, 0.0)
     assert (ngram.agreement, ngram.first_difference) == (0.75, 2)
     assert (plain.agreement, ngram.accept_length, ngram.errors) == (None, 2.0, 2)
+    assert (plain.memory_mb, broken.memory_mb) == (1.0, None)
     assert ngram.kept == [5 / 8, 2 / 8]
     assert (plain.ttft_ms, plain.tpot_ms, plain.tpot_p99_ms) == (20.0, 50.5, 99.0)
     assert (broken.tokens_per_s, broken.error, broken.log) == (None, "oops", ["1", "oops"])
@@ -210,3 +212,31 @@ def test_a_line_that_was_cut_is_measured_again(tmp_path: Path) -> None:
     with (tmp_path / "cells.jsonl").open("a") as file:
         file.write('{"id": "b", "sta')
     assert set(Store(tmp_path).rows) == {"a"}
+
+
+def test_tables_of_a_document_are_those_of_the_json(tmp_path: Path) -> None:
+    groups = [row(name, 10.0 + i) for i, name in enumerate("ab")]
+    groups[1]["load"] = groups[1]["load"] | {"group": "qa"}
+    plan = Plan(name="n", server=(Server(flags=(), api_key="secret"),))
+    tables.write(tables.summarise(groups, lambda row: []), plan, groups, tmp_path)
+    assert "secret" not in (tmp_path / "table.json").read_text()
+    document = tmp_path / "page.md"
+    text = "Before\n<!-- table table.json: {} -->\nold\n<!-- end -->\nafter\n"
+    document.write_text(text.format("setting tokens_per_s where group=qa"))
+    assert main(["published", str(document)]) == 0
+    filled = document.read_text()
+    assert "| setting | tokens_per_s |\n|---|---|\n| none | 11 |\n\nn: m in float32" in filled
+    assert filled.startswith("Before\n<!--")
+    assert filled.endswith("\n<!-- end -->\nafter\n")
+    assert fill(document) == filled
+    document.write_text(text.format("setting by group of tokens_per_s"))
+    assert "| setting | group  | group qa |\n|---|---|---|\n| none | 10 | 11 |" in fill(document)
+    for wrong, said in (("speed", "has no speed"), ("setting where group=rag", "has no rows")):
+        document.write_text(text.format(wrong))
+        with pytest.raises(ConfigError, match=said):
+            fill(document)
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
+def test_tables_of_the_documents_are_up_to_date(path: Path) -> None:
+    assert fill(path) == path.read_text()
