@@ -110,13 +110,17 @@ class AskedDrafts:
         depths = np.full(scores.shape, self._depth)
         tokens = self.calibration.scaled(scores, depths, sampled.numpy(force=True)).sum() * DEEPER
         step = self._step
-        tokens_ms = self._requests * self.controller.rate(self._load)
-        tokens_ms /= self.costs.plain_ms(self._requests)
+        tokens_ms = self._requests * self.controller.rate(self._load) / self._unit(self._requests)
         if not step.weight or tokens >= step.value * tokens_ms:
             self._begun = self._clock()
             return True
         step.value *= FORGET
         return False
+
+    def _unit(self, requests: int) -> float:
+        """Milliseconds of a round without drafts, as the model of costs has it for good."""
+        model = self.costs.model
+        return model.ms(model.size_of(requests), 0)
 
     @property
     def _step(self) -> Average:
@@ -158,7 +162,7 @@ class AskedDrafts:
 
     def note(self, decision: Decision, requests: int, tokens: int, ms: float) -> None:
         """A round brought its requests so many tokens, and took so long in all."""
-        self.controller.note(decision, requests, tokens, ms / self.costs.plain_ms(requests))
+        self.controller.note(decision, requests, tokens, ms / self._unit(requests))
 
     def clear(self) -> None:
         """Forget what was learned of texts."""

@@ -31,6 +31,7 @@ TRIALS = 256.0  # request rounds that a share is an average of
 PRIOR = 48.0  # request rounds that a first guess counts for
 ROUNDS = 16.0  # that a time is an average of
 STALE = 12.0  # rounds that a time counts for once its option did not run for a while
+KNOWN = 3.0  # rounds that a time is the average of before it is believed
 RECENT = 3  # rounds of an option whose median counts
 RISE = 1.5  # times what is known, that counts at most
 COMPILED = 3.0  # times what later ones show: a first time that long is forgotten
@@ -179,7 +180,7 @@ class Controller:
         """A round is thought to take so long, until one has run."""
         known = self._account(load).ms[option]
         if not known.weight:
-            known.add(ms)
+            known.add(ms, KNOWN)
 
     def choose(
         self, load: Load, options: Sequence[int], expected: Sequence[float] | None = None
@@ -191,7 +192,7 @@ class Controller:
         self._present = account
         bases = expected or [texts.level.value] * len(self._guesses)
         for option in options:
-            if not account.ms[option].weight:  # it must run once to be known
+            if account.ms[option].weight < KNOWN:  # it must run to be known
                 return Decision(load, option, bases[option])
         rates = {
             each: (1 + texts.gain(each, bases[each])) / account.ms[each].value for each in options

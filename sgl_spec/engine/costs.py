@@ -58,14 +58,14 @@ class CostModel(Protocol):
 
 
 class Costs:
-    """A cost model, corrected by rounds that ran: the median of a shape's own, or what other rounds
-    of the same batch size took more than the model says."""
+    """A cost model, corrected by rounds that ran: the median of a shape's own, or how much longer
+    than the model says other rounds took, those of the same batch size if there are any."""
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
         recent = partial(deque[float], maxlen=RECENT)
         self._seen: dict[tuple[int, int], deque[float]] = defaultdict(recent)
-        self._excess: dict[int, deque[float]] = defaultdict(recent)
+        self._factors: dict[int | None, deque[float]] = defaultdict(recent)  # None: of any size
         self._rounds: dict[int, int] = defaultdict(int)
         self._times: dict[int, list[float]] = {}
 
@@ -92,19 +92,21 @@ class Costs:
             table = self.table(requests)
             ms *= table.cost(requests + nearest) / table.cost(requests + drafts)
         self._seen[size, nearest].append(ms)
-        self._excess[size].append(ms - self.model.ms(size, nearest))
+        for each in (size, None):
+            self._factors[each].append(ms / self.model.ms(size, nearest))
         self._rounds[size] += 1
         if self._rounds[size] % REFRESH_ROUNDS == 0:
             self._times.pop(size, None)
 
     def _ms(self, size: int, extra: int) -> float:
-        seen, excess = self._seen[size, extra], self._excess[size]
+        seen = self._seen[size, extra]
         if len(seen) >= BELIEVED:
             return statistics.median(seen)
-        modelled = self.model.ms(size, extra)
-        if len(excess) < BELIEVED:
-            return modelled
-        return max(modelled + statistics.median(excess), modelled / 2)
+        factors = next(
+            (each for each in (self._factors[size], self._factors[None]) if len(each) >= BELIEVED),
+            (1.0,),
+        )
+        return self.model.ms(size, extra) * statistics.median(factors)
 
 
 def rising(times: Sequence[float]) -> list[float]:

@@ -125,7 +125,7 @@ def test_trials_take_their_share_of_the_time_and_near_options_are_tried_more_oft
 def test_a_round_that_compiled_is_forgotten() -> None:
     controller, load = Controller((0.0, 1.0)), Load(2)
     controller.know(load, 0, 5.0)
-    for ms in (900.0, 6.0, 6.0):
+    for ms in (900.0, 6.0, 6.0, 6.0, 6.0):
         decision = controller.choose(load, (1,))
         controller.note(decision, 2, 4, ms)
     assert controller.rate(load) == pytest.approx(2 / 6.0, rel=0.05)

@@ -141,10 +141,10 @@ def test_cost_of_a_shape_follows_the_formula() -> None:
 def test_rounds_correct_a_shape_and_move_the_others_of_the_batch_size() -> None:
     meter = Costs(MODEL)
     for _ in range(REFRESH_ROUNDS):
-        meter.add(1, 3, 16.0)  # 4 more than thought
-    assert meter.table(1).cost(4) == pytest.approx(16.0)
-    assert meter.table(1).cost(1) == pytest.approx(14.0)
-    assert meter.plain_ms(4) == 20.0, "another batch size is another load"
+        meter.add(1, 3, 18.0)  # half as much again as was thought
+    assert meter.table(1).cost(4) == pytest.approx(18.0)
+    assert meter.table(1).cost(1) == pytest.approx(15.0)
+    assert meter.plain_ms(4) == 30.0, "the machine may be another one by now"
     for _ in range(REFRESH_ROUNDS):
         meter.add(1, 0, 10.5)
     assert meter.table(1).cost(1) == pytest.approx(10.5)
