@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from sgl_spec import request
-from sgl_spec.server.body import Body, fault
+from sgl_spec.server.body import Body, Many, fault
 from sgl_spec.server.schema import (
     Counted,
     Hint,
@@ -188,10 +188,10 @@ class Message(Body):
 
     unsupported: ClassVar = {"function_call": (), "audio": (), "refusal": ("",)}
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = Field(
+    content: str | Many[TextPart] | None = Field(
         None, description="may be null in an assistant's message that calls tools"
     )
-    tool_calls: list[ToolCall] = Field([], description="the calls of an assistant's message")
+    tool_calls: Many[ToolCall] = Field([], description="the calls of an assistant's message")
     tool_call_id: str | None = Field(None, description="which call a tool's message answers")
     name: str | None = Field(None, description="for templates that know it")
     reasoning_content: str | None = Field(None, description="for templates that know it")
@@ -222,7 +222,7 @@ class Chat(OpenAI):
         "stream_reasoning": (True,),
     }
 
-    messages: list[Message] = Field(description="the chat so far")
+    messages: Many[Message] = Field(description="the chat so far")
     max_tokens: request.NewTokens | None = Field(
         None, description="0 or more. Without, all that the context (or a smaller KV pool) leaves"
     )
@@ -245,7 +245,7 @@ class Chat(OpenAI):
     top_logprobs: int = Field(
         0, ge=0, le=MAX_OPENAI_LOGPROBS, description=f"0 to {MAX_OPENAI_LOGPROBS}"
     )
-    tools: list[Tool] = Field([], description="functions that the model may call")
+    tools: Many[Tool] = Field([], description="functions that the model may call")
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
         None,
         description='"none" hides the tools, "auto" (as null) lets the model choose, "required" '

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from sgl_spec import request
-from sgl_spec.server.body import Body
+from sgl_spec.server.body import Body, Many
 from sgl_spec.server.openai_schema import CalledFunction, Function
 from sgl_spec.server.schema import Label, Labels, Past, PastList
 
@@ -27,7 +27,7 @@ class ItemMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ItemText]
+    content: str | Many[ItemText]
     id: Past = None
     status: Past = None
     phase: Past = None
@@ -47,7 +47,7 @@ class ItemResult(Body):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[ItemText]
+    output: str | Many[ItemText]
     id: Label = None
     status: Label = None
 
@@ -136,7 +136,7 @@ class Responses(Body):
     model: str | None = Field(
         None, description="the served name, the model path or `default`; others are a 404"
     )
-    input: str | list[Item] = Field(description="a text, or the items of the conversation")
+    input: str | Many[Item] = Field(description="a text, or the items of the conversation")
     instructions: str | None = Field(None, description="a system message in front")
     max_output_tokens: request.NewTokens | None = Field(
         None, description="0 or more. Without, all that the context (or a smaller KV pool) leaves"
@@ -144,7 +144,7 @@ class Responses(Body):
     temperature: request.Temperature | None = None
     top_p: request.TopP | None = None
     stream: bool = Field(False, description="server-sent events")
-    tools: list[FlatFunction] = Field([], description="functions that the model may call")
+    tools: Many[FlatFunction] = Field([], description="functions that the model may call")
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = Field(
         None, description="as in chats"
     )

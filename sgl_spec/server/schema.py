@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, WrapValidator, model_validator
 
 from sgl_spec import request
 from sgl_spec.errors import preview
-from sgl_spec.server.body import Body, words
+from sgl_spec.server.body import Body, Many, fault, words
 from sgl_spec.server.unsupported import UNSUPPORTED
 
 MAX_RID_CHARS = 512
@@ -33,6 +33,15 @@ def _is_id(key: str) -> bool:
     return short and str(int(key)) == key
 
 
+def _strings(labels: object) -> object:
+    """Refuse at the first label, not at each of a million."""
+    if isinstance(labels, dict):
+        for name, text in labels.items():
+            if not isinstance(text, str):
+                raise fault(name, "{field} must be a valid string, got {value}.")
+    return labels
+
+
 def _false(value: object) -> object:
     if value is not False:  # 0 is not
         raise ValueError
@@ -45,23 +54,24 @@ class DraftLimit(Body):
     max_draft_tokens: Annotated[int, Field(ge=0)]
 
 
-Ids = list[int]
-Strings = Annotated[str | list[str], words("a string or a list of strings")]
-IdLists = Annotated[Ids | list[Ids], words("a list of integers or a list of lists of integers")]
+Ids = Many[int]
+Strings = Annotated[str | Many[str], words("a string or a list of strings")]
+IdLists = Annotated[Ids | Many[Ids], words("a list of integers or a list of lists of integers")]
 Prompts = Annotated[
-    str | list[str] | Ids | list[Ids],
+    str | Many[str] | Ids | Many[Ids],
     words("a string, a list of strings, a list of integers or a list of lists of integers"),
 ]
-Flags = Annotated[bool | list[bool], words("true, false or a list of these")]
-Integers = Annotated[int | list[int], words("an integer or a list of integers")]
+Flags = Annotated[bool | Many[bool], words("true, false or a list of these")]
+Integers = Annotated[int | Many[int], words("an integer or a list of integers")]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
 Names = Annotated[
-    Name | list[Name] | None, Field(description="a name, or one per request of a batch")
+    Name | Many[Name] | None, Field(description="a name, or one per request of a batch")
 ]
 # Without effect: they label a request, or say what is so anyway.
 Label = Annotated[str | None, Field(description="a label")]
 Labels = Annotated[
-    dict[str, str] | None, Field(description="labels; metrics carry `model_name` alone")
+    Annotated[dict[str, str], BeforeValidator(_strings)] | None,
+    Field(description="labels; metrics carry `model_name` alone"),
 ]
 Counted = Annotated[bool | None, Field(description="metrics count every request")]
 Past = Annotated[str | None, Field(description="of an earlier answer")]
@@ -164,7 +174,7 @@ class Generate(Body):
 
     text: Strings | None = Field(None, description="a prompt, or one each of a batch")
     input_ids: IdLists | None = Field(None, description="the same in token ids")
-    sampling_params: Sampling | list[Sampling] = Field(
+    sampling_params: Sampling | Many[Sampling] = Field(
         default_factory=Sampling, description="one object for all prompts, or a list of one each"
     )
     rid: Names = None
@@ -212,7 +222,7 @@ class Profile(Body):
     }
     output_dir: str | None = None
     num_steps: int | None = None
-    activities: Annotated[list[str], words('a list of "CPU" and "GPU"')] | None = Field(
+    activities: Annotated[Many[str], words('a list of "CPU" and "GPU"')] | None = Field(
         None, description='of "CPU" and "GPU"; the second is a 400 where there is no GPU'
     )
     record_shapes: bool | None = None

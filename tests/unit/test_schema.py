@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -249,6 +250,27 @@ def test_a_body_is_an_object(body: object) -> None:
     for model in LEAST:
         with pytest.raises(InvalidRequestError, match="request body must be an object, got"):
             model.read(body)
+
+
+LARGE: list[tuple[type[Body], dict[str, Any], str]] = [
+    (schema.Generate, {"text": None, "input_ids": ["a"] * 10**6}, r"\(look at \[0\]\)"),
+    (schema.Generate, {"text": ["a"] * 10**5 + [1]}, r"\(look at \[100000\]\)"),
+    (openai.Chat, {"messages": [1] * 10**6}, r"messages\[0\] must be an object"),
+    (openai.Chat, {"messages": [{"role": "user"}] * 10**5}, r"messages\[0\]\.content is required"),
+    (openai.Chat, {"tools": [{"x": 1}] * 10**5}, r"tools\[0\]\.x"),
+    (openai.Chat, {"metadata": {str(i): 1 for i in range(10**5)}}, r"metadata\.0 must be"),
+]
+
+
+@pytest.mark.parametrize(("model", "extra", "message"), LARGE)
+def test_a_large_body_is_refused_at_its_first_fault(
+    model: type[Body], extra: dict[str, Any], message: str
+) -> None:
+    """One error for each of a million members takes half a minute, in which nobody is served."""
+    began = time.process_time()
+    with pytest.raises(InvalidRequestError, match=message):
+        model.read(LEAST[model] | extra)
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize("integer", [2.0, 2])
