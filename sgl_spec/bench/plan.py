@@ -280,8 +280,9 @@ def _variants(server: Server, grid: Mapping[str, list[Any]], where: Path) -> Ite
     names = [name for name in grid if name not in LOAD_AXES]
     seen = set()
     for values in itertools.product(*(grid[name] for name in names)):
-        axes = _effective(_spread(dict(zip(names, values, strict=True)), where))
-        variant = Variant(server, tuple(axes.items()))
+        axes = _spread(dict(zip(names, values, strict=True)), where)
+        algorithm = Variant(server, tuple(axes.items())).speculation
+        variant = Variant(server, tuple(_effective(axes, algorithm).items()))
         if variant.axes in seen:
             continue
         seen.add(variant.axes)
@@ -303,9 +304,8 @@ def _spread(axes: dict[str, Any], where: Path) -> dict[str, Any]:
     return axes | dict(zip(SHAPE, map(int, parts), strict=True))
 
 
-def _effective(axes: dict[str, Any]) -> dict[str, Any]:
+def _effective(axes: dict[str, Any], algorithm: str) -> dict[str, Any]:
     """Without what this algorithm does not read."""
-    algorithm = axes.get(ALGORITHM)
     if algorithm == NONE:
         return {
             name: value

@@ -66,6 +66,15 @@ def test_the_example_is_a_plan() -> None:
     assert len(cells_of(plan, file)) == 3 * 2 * 2 * plan.repeats
 
 
+def test_an_algorithm_among_the_flags_counts_as_one_of_the_grid(tmp_path: Path) -> None:
+    tables = PLAN.replace('algorithm = ["none", "NGRAM", "EAGLE3"]\n', "")
+    flags = '[[server]]\nflags = ["--model-path", "smollm2", "--speculative-algorithm", "EAGLE3"]\n'
+    found = cells(tmp_path, tables.replace("[grid]", flags + "[grid]"))
+    variants = list(dict.fromkeys(cell.variant for cell in found))
+    assert [variant.speculation for variant in variants] == ["none", "EAGLE3", "EAGLE3"]
+    assert variants[0].flags == ["--model-path", "smollm2", "--max-running-requests", "4"]
+
+
 def test_servers_that_are_not_ours_take_the_loads_alone(tmp_path: Path) -> None:
     others = '[[server]]\nlabel = "vLLM"\nurl = "http://h:1"\nbackend = "openai"\n'
     found = cells(tmp_path, PLAN.replace("[[server]]", others + "[[server]]", 1))
