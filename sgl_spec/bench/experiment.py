@@ -263,7 +263,7 @@ def main(argv: Sequence[str]) -> None:
     cells = cells_of(plan, options.plan)
     if options.plots:
         extra("matplotlib")  # before hours of measuring
-    store = Store(options.out or options.plan.with_suffix(""))
+    store = Store(options.out or Path(f"{options.plan.stem}-results"))
     retried = ("failed",) if options.retry_failed else ()
     done = {cell.id for cell in cells if cell.id in store.rows}
     done -= {id for id in done if store.rows[id]["status"] in retried}
@@ -308,7 +308,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("plan", type=Path, metavar="PLAN.toml")
-    add("--out", type=Path, help="the results' directory (default: the plan's name without .toml)")
+    add("--out", type=Path, help="the results' directory (default: PLAN-results)")
     add("--retry-failed", action="store_true", help="measure failed cells again")
     add("--dry-run", action="store_true", help="check the plan and list what is to be measured")
     add("--plots", action=argparse.BooleanOptionalAction, default=True, help="default: drawn")
