@@ -74,13 +74,6 @@ class UnavailableError(SglSpecError):
     type = "ServiceUnavailableError"
 
 
-class QueueFullError(SglSpecError):
-    """The waiting queue holds `--max-queued-requests` requests."""
-
-    status = 503
-    type = "ServiceUnavailableError"
-
-
 class EngineDeadError(SglSpecError):
     """The engine process has ended and the server is about to exit; in `LLM`, a step failed."""
 

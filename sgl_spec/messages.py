@@ -46,7 +46,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The engine is ready to serve.
 
-    `info` is plain data for /model_info and /server_info: see `engine.process.ready_info`.
+    `info` is plain data for /model_info and /server_info: see `engine.engine.Engine.info`.
     """
 
     info: dict[str, Any]
