@@ -280,7 +280,7 @@ def main(argv: Sequence[str]) -> None:
     with tqdm(total=total, initial=before, unit="request", disable=None) as bar:
         try:
             Experiment(plan, todo, store, bar).run()
-        except (KeyboardInterrupt, SystemExit):
+        except SystemExit:
             say("Stopped; what was measured is kept, and the same command goes on.")
             raise
         finally:

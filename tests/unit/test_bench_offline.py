@@ -13,7 +13,9 @@ from sgl_spec.bench.__main__ import main
 def test_unknown_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["servin"]) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith("servin is no benchmark (did you mean serving?).\nusage:")
+    assert shown.startswith(
+        "servin is no command of sgl_spec.bench (did you mean serving?).\nusage:"
+    )
     assert "  kernels " in shown
 
 
@@ -30,7 +32,7 @@ def test_contestants_in_turns(
     found = [(one["case"], one["name"]) for one in row["rows"]]
     assert found == [(case, name) for case in cases for name in names]
     assert [one["baseline"] for one in row["rows"][:3]] == ["transformers", "transformers", "plain"]
-    assert all(one["same_text"] and one["tokens_per_s"] > 0 for one in row["rows"])
+    assert all(one["same_text"] and one["whole_tokens_per_s"] > 0 for one in row["rows"])
     assert row["rows"][0]["ratio"] == 1
     assert (row["dtype"], row["device"]) == ("float32", "cpu")
     assert "mean of groups" in capsys.readouterr().out
