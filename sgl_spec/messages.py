@@ -115,6 +115,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens_total: int = 0
     requests_total: int = 0
     aborted_total: int = 0
+    refused_total: int = 0
     retracted_total: int = 0
     spec_verify_total: int = 0
     spec_proposed_total: int = 0

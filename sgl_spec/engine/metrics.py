@@ -20,6 +20,7 @@ class EngineCounters:
     requests: int = 0
     admitted: int = 0
     aborted: int = 0
+    refused: int = 0
     retracted: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -45,6 +46,7 @@ class EngineCounters:
         return {
             "requests_total": self.requests,
             "aborted_total": self.aborted,
+            "refused_total": self.refused,
             "retracted_total": self.retracted,
             "prompt_tokens_total": self.prompt_tokens,
             "cached_tokens_total": self.cached_tokens,

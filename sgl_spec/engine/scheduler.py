@@ -376,7 +376,7 @@ class Scheduler:
             self.slots.give_row(req)
 
     def _refuse(self, req: Req, status: int, message: str, param: str | None = None) -> None:
-        self.counters.aborted += 1
+        self.counters.refused += 1
         reason = FinishReason(kind="abort", message=message, status=status, param=param)
         self._end(req, reason)
 

@@ -63,6 +63,10 @@ _COUNTERS: Readers = {
     "cached_tokens": ("Prompt tokens from the prefix cache.", lambda s: s.cached_tokens_total),
     "num_requests": ("Requests received.", lambda s: s.requests_total),
     "num_aborted_requests": ("Requests that ended by an abort.", lambda s: s.aborted_total),
+    "num_refused_requests": (
+        "Requests refused by the engine: the queue was full, or their grammar was not good.",
+        lambda s: s.refused_total,
+    ),
     "num_retractions": ("Times a request was put back to wait.", lambda s: s.retracted_total),
 }
 _SPEC_COUNTERS: Readers = {

@@ -229,6 +229,7 @@ def test_a_full_queue_refuses_by_name_and_keeps_the_rest() -> None:
     refused = [rid for rid, end in rig.ends.items() if end.finish.status == 503]
     assert refused == ["3", "4"], "one may run and two may wait"
     assert rig.ends["3"].finish.message == "The request queue is full."
+    assert (rig.counters.requests, rig.counters.refused, rig.counters.aborted) == (5, 2, 0)
 
 
 def test_streams_report_every_interval_and_the_first_token_at_once() -> None:
