@@ -12,6 +12,7 @@ from sgl_spec.bench.plan import NONE
 from sgl_spec.bench.tables import Summary
 
 _WIDTH, _HEIGHT = 8.0, 5.0
+_MOST_SERIES = 6  # of histograms over each other, for one to be told from another
 Axes = Any  # matplotlib is imported when a plot is drawn
 
 
@@ -158,9 +159,12 @@ def _depths(axis: Axes, shown: Sequence[Summary]) -> None:
 
 def _histogram(field: str, label: str) -> Callable[[Axes, Sequence[Summary]], None]:
     def panel(axis: Axes, shown: Sequence[Summary]) -> None:
+        names = [f"{_setting(one)}, load {one.load}" for one in shown]
+        if len(set(names)) > _MOST_SERIES:
+            names = [_setting(one) for one in shown]
         values: dict[str, list[float]] = {}
-        for one in shown:
-            values.setdefault(_setting(one), []).extend(getattr(one, field))
+        for name, one in zip(names, shown, strict=True):
+            values.setdefault(name, []).extend(getattr(one, field))
         axis.hist(list(values.values()), bins=24, histtype="step", linewidth=2, label=list(values))
         axis.set_xlabel(label)
         axis.set_ylabel("requests")
