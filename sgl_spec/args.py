@@ -371,28 +371,30 @@ class ServerArgs:
     )
     speculative_ngram_index: str | None = _drafting(
         None,
-        "Where NGRAM looks drafts up: in a trie on the host, which gives trees, or in an "
-        "index on the GPU, which gives chains and for which no round waits.",
+        "Changes nothing: NGRAM has one trie, which lies where the target does.",
         choices=("trie", "device"),
-        unset="device on a GPU, but trie where one of the trie's flags is given",
     )
     speculative_ngram_max_trie_depth: int = _drafting(
-        18, "Longest n-gram that NGRAM keeps.", check=between(2, 64)
+        18,
+        "Longest match that NGRAM tells from shorter ones, and the token behind it (at most 17).",
+        check=between(2, 64),
     )
     speculative_ngram_min_bfs_breadth: int = _drafting(
-        1, "Fewest children NGRAM follows per node.", check=at_least(1)
+        1, "Most children NGRAM follows behind the longest match.", check=at_least(1)
     )
     speculative_ngram_max_bfs_breadth: int = _drafting(
-        10, "Most children NGRAM follows per node.", check=at_least(1)
+        10,
+        "Most children NGRAM follows behind the shortest match; linear between.",
+        check=at_least(1),
     )
     speculative_ngram_match_type: str = _drafting(
         "BFS",
-        "Which continuations NGRAM takes: recent ones breadth first, or probable ones.",
+        "Which continuations of equal matches NGRAM prefers: recent ones, or frequent ones.",
         choices=("BFS", "PROB"),
     )
     speculative_ngram_capacity: int = _drafting(
         10_000_000,
-        "Most n-grams that NGRAM keeps; a trie's memory grows with use.",
+        "Most n-grams that NGRAM keeps, at 5 to 9 bytes each; new ones replace old ones.",
         check=at_least(1024),
     )
     speculative_accept_threshold_single: float = _drafting(

@@ -38,10 +38,6 @@ _MODEL_OPTIONS = (
     "speculative_draft_sampling",
     "speculative_token_map",
 )
-_TRIE_OPTIONS = tuple(
-    f"speculative_ngram_{name}"
-    for name in ("max_trie_depth", "min_bfs_breadth", "max_bfs_breadth", "match_type")
-)
 _THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 _GRAPH_SIZES = ("cuda_graph_max_bs", "cuda_graph_bs")
 _GPU_OPTIONS = ("disable_overlap_schedule", "disable_cuda_graph", *_GRAPH_SIZES)
@@ -84,20 +80,12 @@ def contradictions(args: ServerArgs, drafters: Collection[str] = ()) -> Iterator
         yield from rule(args)
 
 
-def trie_option(args: ServerArgs) -> str | None:
-    """A given option that only the host's trie has."""
-    return next((name for name in _TRIE_OPTIONS if is_given(args, name)), None)
-
-
 def _device(args: ServerArgs) -> Iterator[str]:
     """Before any clash among flags of a GPU: a CPU is what is wrong with them."""
     if args.device != "cpu":
         return
     if args.attention_backend == "flashinfer":
         yield "--attention-backend flashinfer needs a GPU; allowed on a CPU: torch."
-    drafting = args.speculative_algorithm == "NGRAM" and args.attention_backend != "triton"
-    if drafting and args.speculative_ngram_index == "device":
-        yield "--speculative-ngram-index device needs a GPU; allowed on a CPU: trie."
 
 
 def _algorithm(args: ServerArgs, drafters: Collection[str]) -> Iterator[str]:
@@ -131,12 +119,6 @@ def _ngram(args: ServerArgs) -> Iterator[str]:
         if is_given(args, name):
             seen = f"{flag_of(name)} {getattr(args, name)}"
             yield f"{seen} cannot be used with {algorithm}, which {reason}; leave it out."
-    trie = trie_option(args)
-    if args.speculative_ngram_index == "device" and trie is not None:
-        yield (
-            f"{flag_of(trie)} {getattr(args, trie)} is for --speculative-ngram-index trie, got "
-            "device; leave one of them out."
-        )
     low, high = args.speculative_ngram_min_bfs_breadth, args.speculative_ngram_max_bfs_breadth
     if low > high:
         yield (
@@ -307,6 +289,8 @@ def without_effect(args: ServerArgs) -> Iterator[str]:
         for name in type(args).__dataclass_fields__:
             if name.startswith("speculative_") and is_given(args, name):
                 yield f"{flag_of(name)} changes nothing without --speculative-algorithm."
+    if args.speculative_ngram_index is not None and args.speculative_algorithm == "NGRAM":
+        yield "--speculative-ngram-index changes nothing: NGRAM has one, where the target lies."
     if args.mem_fraction_static is not None and args.max_total_tokens is not None:
         yield "--mem-fraction-static changes nothing beside --max-total-tokens."
     shape, nodes = args.shape, args.speculative_num_draft_tokens

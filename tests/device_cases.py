@@ -30,7 +30,6 @@ SERVERS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("none", {}),
     "none, pages of 4, no cache": ("none", {"page_size": 4, "disable_radix_cache": True}),
     "NGRAM": ("NGRAM", WHOLE),
-    "NGRAM, trie": ("NGRAM", WHOLE | {"speculative_ngram_index": "trie"}),
     "a plug-in": ("PROMPT_LOOKUP", {"speculative_drafter_module": CUSTOM}),
     "NGRAM, weighed": ("NGRAM", {"page_size": 4}),
     "EAGLE": ("EAGLE", TREE | WHOLE),

@@ -113,7 +113,7 @@ def token_index(
 
 
 @dataclass(frozen=True, slots=True)
-class NgramTrees:
+class NgramDrafts:
     """Trees of B requests, N nodes at most, by rising cost, so that the first nodes of a tree are a
     tree. tokens, parents, depths, words: [B, N] int64, see `TokenTree` and `ArrayTree`. facts:
     [B, N] int32, what the path to each node costs, BARRED where there is none; in place of the
@@ -130,12 +130,12 @@ class NgramTrees:
     num_nodes: Tensor
 
 
-def ngram_trees(batch: int, nodes: int, device: torch.device | str) -> NgramTrees:
+def ngram_drafts(batch: int, nodes: int, device: torch.device | str) -> NgramDrafts:
     """Buffers."""
     long = [torch.zeros(batch, nodes, dtype=torch.int64, device=device) for _ in range(4)]
     short = [torch.zeros(batch, nodes, dtype=torch.int32, device=device) for _ in range(2)]
     ones = [torch.ones(batch, dtype=torch.int64, device=device) for _ in range(2)]
-    return NgramTrees(*long, *short, *ones)
+    return NgramDrafts(*long, *short, *ones)
 
 
 def _records(index: TokenIndex, ends: Ints, own: Ints) -> Ints:
@@ -167,7 +167,7 @@ def enter(index: TokenIndex, places: Tensor, starts: Tensor) -> None:
 def keep(
     index: TokenIndex,
     rows: Tensor,
-    lengths: Tensor,
+    committed: Tensor,
     tokens: Tensor,
     counts: Tensor,
     places: Tensor,
@@ -176,14 +176,14 @@ def keep(
 ) -> None:
     """Append to the log what a round emitted, and say which places `enter` is to take.
 
-    rows, lengths: [B] int64, texts as the round began, roots included; `filler` is a row without a
-    text. tokens: [B, N] int64, of
+    rows, committed: [B] int64, positions of the roots as the round began; `filler` is a row without
+    a text. tokens: [B, N] int64, of
     which the first counts [B] int64 count. places, starts: [B * N] int64, filled.
     """
     width = tokens.shape[1]
     row = rows.numpy()[:, None]
     own = index.starts.numpy().take(row)
-    at = own + lengths.numpy()[:, None] + np.arange(width)
+    at = own + 1 + committed.numpy()[:, None] + np.arange(width)
     live = (np.arange(width) < counts.numpy()[:, None]) & (row != filler)
     index.log.numpy()[at[live]] = tokens.numpy()[live] + 1
     places.numpy()[:] = at.reshape(-1)
@@ -203,15 +203,15 @@ class _Found:
 def propose(
     index: TokenIndex,
     rows: Tensor,
-    lengths: Tensor,
+    committed: Tensor,
     roots: Tensor,
     max_nodes: Tensor,
-    out: NgramTrees,
+    out: NgramDrafts,
 ) -> None:
-    """Fill `out`. rows, lengths, roots, max_nodes: [B] int64; the log holds each row's text of so
-    many tokens, the last of which is the root."""
+    """Fill `out`. rows, committed, roots, max_nodes: [B] int64; the log holds each row's text up to
+    its root, which stands at position `committed`."""
     starts = index.starts.numpy().take(rows.numpy())
-    ends = starts + lengths.numpy()
+    ends = starts + 1 + committed.numpy()
     found = _find(index, starts, ends)
     tokens = _following(index, ends, found, out.tokens.shape[1] - 1)
     _merge(index, found, tokens, roots.numpy(), max_nodes.numpy(), out)
@@ -268,7 +268,7 @@ def _merge(
     tokens: npt.NDArray[np.int32],
     roots: Ints,
     max_nodes: Ints,
-    out: NgramTrees,
+    out: NgramDrafts,
 ) -> None:
     """Make trees of chains that start together. A node belongs to the first chain that has it."""
     batch, _, steps = tokens.shape
@@ -319,7 +319,7 @@ def _merge(
 
 def judge(
     index: TokenIndex,
-    trees: NgramTrees,
+    trees: NgramDrafts,
     rows: Tensor,
     tokens: Tensor,
     counts: Tensor,

@@ -23,7 +23,7 @@ from sgl_spec.bench.report import provenance, say, table, write_row
 from sgl_spec.llm import LLM
 from sgl_spec.server.tokenizer import ServerTokenizer
 from sgl_spec.speculative.base import DraftBatch
-from sgl_spec.speculative.ngram import NgramDrafter, NgramOptions
+from sgl_spec.speculative.ngram import IndexSize, NgramDrafter, NgramOptions
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
 
 SETS = ("bench96", "spec_bench")
@@ -172,7 +172,11 @@ def measure(texts: Sequence[Text], name: str, nodes: int, requests: int, match_t
     """One row of the table, from an empty trie."""
     width = max(len(text.prompt) + len(text.output) for text in texts)
     options = NgramOptions(num_draft_tokens=nodes, match_type=match_type)
-    replay = Replay(NgramDrafter(requests, options, width), texts, requests)
+    replay = Replay(
+        NgramDrafter(requests, options, IndexSize.of(options.capacity, width, requests)),
+        texts,
+        requests,
+    )
     replay.run()
     times = [
         1e3 * float(np.median(each))

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sgl_spec.args import ResolvedArgs
 from sgl_spec.engine.policy import tree_reserve
@@ -24,14 +23,12 @@ from sgl_spec.speculative.base import (
     can_sample,
     registered_drafters,
 )
+from sgl_spec.speculative.ngram import IndexSize, NgramDrafter
 from sgl_spec.speculative.plugin import build_plugin
 from sgl_spec.speculative.rules import AcceptanceRule, FollowRule, make_rule
 from sgl_spec.speculative.simulate import SimulatedRule
 from sgl_spec.speculative.topology import Topology, topology
-from sgl_spec.validate import BUILT_IN_DRAFTERS, trie_option
-
-if TYPE_CHECKING:
-    from sgl_spec.engine.cuda.ngram import IndexSize
+from sgl_spec.validate import BUILT_IN_DRAFTERS
 
 
 def rule_of(args: ResolvedArgs) -> AcceptanceRule:
@@ -109,22 +106,9 @@ def load_draft_model(
 
 
 def device_index(args: ResolvedArgs, target: Decoder, context_length: int) -> IndexSize | None:
-    """Size of NGRAM's index on the device; None where there is none. `ConfigError` if it is asked
-    for and rounds do not live on a device."""
-    able, wanted = target.kernels != "torch", args.speculative_ngram_index
-    if args.speculative_algorithm != "NGRAM" or wanted == "trie":
+    """Size of NGRAM's index on the device; None where there is none."""
+    if args.speculative_algorithm != "NGRAM" or target.kernels == "torch":
         return None
-    if wanted == "device" and not able:
-        raise ConfigError(
-            "--speculative-ngram-index must be trie where rounds do not live on a GPU: here is "
-            f"--device {target.device.type} with --attention-backend {target.backend.name}, "
-            "got device.",
-            param="speculative_ngram_index",
-        )
-    if not able or trie_option(args) is not None:
-        return None
-    from sgl_spec.engine.cuda.ngram import IndexSize  # a CPU server needs no triton
-
     longest = context_length + tree_reserve(args.round_slots)
     return IndexSize.of(args.speculative_ngram_capacity, longest, args.max_running_requests)
 
@@ -142,10 +126,9 @@ def make_drafter(
     if name is None:
         return None
     if index is not None:
-        from sgl_spec.engine.cuda.ngram import DeviceNgram
-
-        rows = slots.table.num_rows
-        return DeviceNgram(rows, args.tree_nodes, index, slots.table.device.device)
+        rows, device = slots.table.num_rows, slots.table.device.device
+        options = ngram.options_of(args.drafter_options(), args.tree_nodes)
+        return NgramDrafter(rows, options, index, device, kernels=True)
     context = DrafterContext(
         num_rows=slots.table.num_rows,
         width=slots.table.width,

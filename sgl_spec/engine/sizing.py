@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from sgl_spec.args import ResolvedArgs
@@ -23,9 +21,7 @@ from sgl_spec.engine.memory import (
 )
 from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.draft import DraftModel
-
-if TYPE_CHECKING:
-    from sgl_spec.engine.cuda.ngram import IndexSize
+from sgl_spec.speculative.ngram import IndexSize
 
 
 class Sizing:

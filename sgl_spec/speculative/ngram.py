@@ -10,6 +10,7 @@ the rest there (`engine.cuda.ngram_round`); for others this is an ordinary draft
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +29,8 @@ from sgl_spec_kernels.ngram_ref import (
     FIRST,
     GRAMS,
     MOST_MATCHED,
-    NgramTrees,
-    ngram_trees,
+    NgramDrafts,
+    ngram_drafts,
     token_index,
 )
 
@@ -86,19 +87,21 @@ class NgramOptions:
 
 @dataclass(frozen=True, slots=True)
 class IndexSize:
-    """tokens: that the log has places for. grams: n-grams that the table has entries for."""
+    """tokens: that the log has places for. grams: n-grams that the table has entries for. width:
+    most tokens of a text."""
 
     tokens: int
     grams: int
+    width: int
 
     @classmethod
     def of(cls, capacity: int, width: int, rows: int) -> IndexSize:
-        """capacity: n-grams to be kept. width: most tokens of a text. rows: texts that grow at the
+        """capacity: n-grams to be kept. rows: texts that grow at the
         same time: each has places for all that it may come to, and one more is about to begin;
         beyond _MOST_PLACES they take each other's."""
         kept = max(capacity // GRAMS, 2 * width)
         growing = min((rows + 1) * (width + 1), _MOST_PLACES)
-        return cls(max(kept, growing) + FIRST, GRAMS * kept)
+        return cls(max(kept, growing) + FIRST, GRAMS * kept, width)
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +111,7 @@ class IndexSize:
 
 @dataclass(slots=True)
 class _Totals:
-    """Counts since the last flush: trees asked for, those with a draft, drafts verified, those
+    """Counts since the last flush: texts of rounds, those with a draft, drafts verified, those
     accepted, tokens entered."""
 
     asked: int = 0
@@ -119,42 +122,45 @@ class _Totals:
 
 
 class NgramDrafter:
-    """The drafter; see the module. num_rows: request rows. width: most tokens of a text.
+    """The drafter; see the module. num_rows: request rows. kernels: whether the operations are
+    Triton's, on a device.
 
-    index: what rounds on the device read and extend. Its table has no salt: where tenants must not
-    see each other's texts, what they hash with goes to the start of every sum in
-    `ngram_ref._records`, beside the text's own.
+    index: what rounds on the device read and extend. All texts share it. Where tenants must not see
+    each other's, a salt of theirs goes into every sum of `ngram_ref._records`, as the text's own
+    place goes into some.
     """
 
     def __init__(
         self,
         num_rows: int,
         options: NgramOptions,
-        width: int,
-        device: torch.device = torch.device("cpu"),  # noqa: B008
+        size: IndexSize,
+        device: torch.device | None = None,
+        *,
+        kernels: bool = False,
     ) -> None:
-        self.options, self.nodes, self.device = options, options.num_draft_tokens, device
-        size = IndexSize.of(options.capacity, width, num_rows)
+        self.options, self.nodes = options, options.num_draft_tokens
+        self.device = device or torch.device("cpu")
+        self._ops = _operations(kernels=kernels)
         self.index = token_index(
             size.tokens,
             size.grams,
             num_rows + 1,
             self.nodes,
-            device,
+            self.device,
             longest=options.longest,
             by_count=options.match_type == "PROB",
         )
         self.index.breadth.copy_(options.breadth())
         self._places = size.tokens
         self.scores = NgramScores(self.index)
-        self._ops = ngram_ref
         self._starts = np.full(num_rows + 1, FIRST, dtype=np.int64)
-        self._most = np.full(num_rows, width)  # tokens that a row's text may come to
+        self._most = np.full(num_rows, size.width)  # tokens that a row's text may come to
         self._head = FIRST
         self._growing: dict[int, tuple[int, int]] = {}  # begin and end of the spans of such texts
         self._writes: list[tuple[int, Ints32]] = []  # where texts begin, and their tokens
         self._judged = 0  # rounds since chances were computed
-        self._proposed: tuple[DraftBatch, NgramTrees] | None = None
+        self._proposed: tuple[DraftBatch, NgramDrafts] | None = None
         self._totals = _Totals()
 
     # --- the texts --------------------------------------------------------------------------------
@@ -227,33 +233,38 @@ class NgramDrafter:
     def propose(self, batch: DraftBatch) -> TokenTree:
         """See `Drafter`."""
         self.sync()
-        trees = ngram_trees(len(batch.rows), self.nodes, self.device)
-        columns = (batch.rows, batch.lengths, batch.roots(), batch.max_nodes)
-        rows, lengths, roots, most = (on_device(column, self.device) for column in columns)
-        self._ops.propose(self.index, rows, lengths, roots, most, trees)
+        trees = ngram_drafts(len(batch.rows), self.nodes, self.device)
+        columns = (batch.rows, batch.lengths - 1, batch.roots(), batch.max_nodes)
+        rows, committed, roots, most = (on_device(column, self.device) for column in columns)
+        self._ops.propose(self.index, rows, committed, roots, most, trees)
         self._proposed = batch, trees
-        self._totals.asked += len(batch.rows)
-        self._totals.matched += int((trees.drafted > 1).sum())
         return TokenTree(trees.tokens, trees.parents, trees.num_nodes, scores(trees.facts))
 
     def observe(self, batch: DraftBatch, tree: TokenTree, accepted: AcceptResult) -> None:
         """See `Drafter`."""
-        given = (batch.rows, batch.lengths, accepted.tokens, accepted.counts)
-        rows, lengths, tokens, counts = (on_device(each, self.device) for each in given)
-        places, starts = (torch.empty(tokens.numel(), dtype=torch.int64) for _ in range(2))
-        self._ops.keep(self.index, rows, lengths, tokens, counts, places, starts)
+        given = (batch.rows, batch.lengths - 1, accepted.tokens.contiguous(), accepted.counts)
+        rows, committed, tokens, counts = (on_device(each, self.device) for each in given)
+        places, starts = (committed.new_empty(tokens.numel()) for _ in range(2))
+        self._ops.keep(self.index, rows, committed, tokens, counts, places, starts)
         self._ops.enter(self.index, places, starts)
         proposed, self._proposed = self._proposed, None
+        found = 0
         if proposed is not None and np.array_equal(proposed[0].lengths, batch.lengths):
             self._ops.judge(self.index, proposed[1], rows, tokens, counts)
-        self.note(int(tree.num_nodes.sum()) - tree.batch, int(accepted.counts.sum()), tree.batch)
+            found = int((proposed[1].drafted > 1).sum())
+        drafts = int(tree.num_nodes.sum()) - tree.batch
+        self.note(drafts, int(accepted.counts.sum()), tree.batch, found)
 
-    def note(self, verified: int, emitted: int, requests: int) -> None:
-        """A round is over: drafts that it verified, tokens that it emitted."""
+    def note(self, verified: int, emitted: int, requests: int, found: int) -> None:
+        """A round is over: drafts that it verified, tokens that it emitted, its requests, and for
+        how many of them something was found."""
         self._judged += 1
-        self._totals.verified += verified
-        self._totals.accepted += emitted - requests
-        self._totals.entered += emitted
+        totals = self._totals
+        totals.asked += requests
+        totals.matched += found
+        totals.verified += verified
+        totals.accepted += emitted - requests
+        totals.entered += emitted
 
     def stats(self) -> dict[str, float]:
         """Tokens and memory of the index; what became of the drafts since the last flush."""
@@ -266,16 +277,29 @@ class NgramDrafter:
         }
 
 
-def build(context: DrafterContext) -> Drafter:
-    """An `NgramDrafter` from the server's options (`num_draft_tokens`, `ngram_*`); others are not
-    its."""
-    given = context.options
+def _operations(*, kernels: bool) -> Any:
+    """The module of the index's operations; a CPU server needs no triton."""
+    if not kernels:
+        return ngram_ref
+    from sgl_spec_kernels import ngram
+
+    return ngram
+
+
+def options_of(given: Mapping[str, object], draft_tokens: int) -> NgramOptions:
+    """From the server's options (`ngram_*`); others are not its."""
     fields = ("max_trie_depth", "min_bfs_breadth", "max_bfs_breadth", "match_type", "capacity")
     values: dict[str, Any] = {
         field: given[f"ngram_{field}"] for field in fields if f"ngram_{field}" in given
     }
-    options = NgramOptions(num_draft_tokens=context.draft_tokens, **values)
-    return NgramDrafter(context.num_rows, options, context.width)
+    return NgramOptions(num_draft_tokens=draft_tokens, **values)
+
+
+def build(context: DrafterContext) -> Drafter:
+    """An `NgramDrafter` on the host."""
+    options = options_of(context.options, context.draft_tokens)
+    size = IndexSize.of(options.capacity, context.width, context.num_rows)
+    return NgramDrafter(context.num_rows, options, size)
 
 
 def register() -> None:

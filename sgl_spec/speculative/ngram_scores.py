@@ -38,7 +38,7 @@ class NgramScores:
 
 
 def scores(facts: Tensor) -> Tensor:
-    """[B, N] float32 chances of paths, from `NgramTrees.facts`; 1 for the roots."""
+    """[B, N] float32 chances of paths, from `NgramDrafts.facts`; 1 for the roots."""
     chances = (facts.float() / -_UNITS).exp2()
     chances[:, 0] = 1.0
     return chances

@@ -22,7 +22,7 @@ from sgl_spec.engine.memory import GpuMemory
 GIB = 1 << 30
 # Whose trees the clock has a say in: by the time that drafting takes, or, in a trie, by when the
 # grammars of other requests are compiled.
-TIMED = ("EAGLE3, weighed", "NGRAM", "NGRAM, trie", "NGRAM, weighed")
+TIMED = ("EAGLE3, weighed", "NGRAM", "NGRAM, weighed")
 
 
 @pytest.fixture(scope="module")

@@ -115,7 +115,7 @@ def test_how_rounds_are_launched_changes_no_text(
     same_or_near(plain, server, run(llm, asked(server), NEW), wanted)
 
 
-@pytest.mark.parametrize("server", ["none", "NGRAM, trie", "EAGLE3", "STANDALONE"])
+@pytest.mark.parametrize("server", ["none", "NGRAM", "EAGLE3", "STANDALONE"])
 def test_settings_and_grammars_run_as_graphs(models: Models, plain: LLM, server: str) -> None:
     """Grammars, penalties, biases and log-probabilities: the texts without graphs, twice, so that
     the second time every round is replayed; and the device's waiting for masks is told."""

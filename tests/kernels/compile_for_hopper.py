@@ -257,8 +257,8 @@ def rounds(dtype: torch.dtype) -> None:
 
 
 def ngrams(dtype: torch.dtype) -> None:
-    from sgl_spec_kernels import ngram
-    from sgl_spec_kernels.ngram_ref import ngram_trees, token_index
+    from sgl_spec_kernels import ngram, ngram_rows
+    from sgl_spec_kernels.ngram_ref import ngram_drafts, token_index
 
     ints, table = torch.zeros(48, dtype=torch.int64), torch.zeros(49, 99, dtype=torch.int32)
     for nodes, by_count in ((8, False), (16, True), (64, False)):
@@ -267,11 +267,11 @@ def ngrams(dtype: torch.dtype) -> None:
         new = [torch.zeros(48 * nodes, dtype=torch.int64) for _ in range(2)]
         ngram.keep(index, ints, ints, emitted, ints, *new, 48)
         ngram.enter(index, *new)
-        trees, rows = ngram_trees(48, nodes, "cpu"), ngram.tree_rows_buffers(48, 128, "cpu")
+        trees, rows = ngram_drafts(48, nodes, "cpu"), ngram_rows.tree_rows_buffers(48, 128, "cpu")
         ngram.propose(index, ints, ints, ints, ints, trees)
         ngram.judge(index, trees, ints, emitted, ints, 48)
-        ngram.share_rows(trees, rows)
-        ngram.tree_rows(trees, ints, ints, table, rows)
+        ngram_rows.share_rows(trees, rows)
+        ngram_rows.tree_rows(trees, ints, ints, table, rows)
 
 
 CALLS: dict[str, Callable[[torch.dtype], None]] = {

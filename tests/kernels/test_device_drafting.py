@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from device_cases import CUSTOM
 from kernel_runs import INTERPRETED
 from tiny import MIN_VOCAB, make_tiny
 
@@ -110,8 +111,8 @@ def test_texts_are_the_same_with_and_without_trees(
     llm = LLM(
         str(target),
         attention_backend="triton",
-        speculative_algorithm="NGRAM",
-        speculative_ngram_index="trie",
+        speculative_algorithm="PROMPT_LOOKUP",
+        speculative_drafter_module=CUSTOM,
         speculative_num_draft_tokens=NODES,
         chunked_prefill_size=2,
         disable_overlap_schedule=not overlap,

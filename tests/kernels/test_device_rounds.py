@@ -47,12 +47,8 @@ def drafts(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def options_of(kind: str, drafts: dict[str, Path]) -> dict[str, Any]:
     if kind == "none":
         return {}
-    if kind in ("trie", "device"):
-        return {
-            "speculative_algorithm": "NGRAM",
-            "speculative_num_draft_tokens": 4,
-            "speculative_ngram_index": kind,
-        }
+    if kind == "NGRAM":
+        return {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
     path = str(drafts[kind])
     return {
         "speculative_algorithm": kind,
@@ -110,7 +106,7 @@ def resting(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 # Rows that fill a forward up compute with whatever lies in memory.
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize(
-    ("kind", "page"), [("none", 1), ("EAGLE3", 4), ("STANDALONE", 1), ("trie", 4), ("device", 4)]
+    ("kind", "page"), [("none", 1), ("EAGLE3", 4), ("STANDALONE", 1), ("NGRAM", 4)]
 )
 def test_texts_are_the_cpu_engines(
     taped: Callable[..., LLM],
@@ -140,7 +136,7 @@ def test_texts_are_the_cpu_engines(
 def test_what_the_device_has_read_is_drafted(
     taped: Callable[..., LLM], drafts: dict[str, Path]
 ) -> None:
-    llm = taped(**options_of("device", drafts))
+    llm = taped(**options_of("NGRAM", drafts))
     first = texts(llm, [GREEDY] * 3)
     counters = llm.engine.counters
     emitted, rounds = counters.emitted, counters.verify_ct
@@ -161,7 +157,7 @@ def test_what_the_device_has_read_is_drafted(
 
 @INTERPRETED
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-@pytest.mark.parametrize("kind", ["device", "EAGLE3"])
+@pytest.mark.parametrize("kind", ["NGRAM", "EAGLE3"])
 def test_what_sampled_batches_need_is_made_before_they_come(
     taped: Callable[..., LLM], drafts: dict[str, Path], expected: list[list[int]], kind: str
 ) -> None:
@@ -173,7 +169,7 @@ def test_what_sampled_batches_need_is_made_before_they_come(
     while llm.engine.prepare_more():
         pass
     made = len(worker.rounds)
-    sizes = 2 if kind == "device" else 1  # with drafts and without
+    sizes = 2 if kind == "NGRAM" else 1  # with drafts and without
     assert made == before + (len(KINDS) - 1) * sizes
     made_for = worker.rounds._made.items()
     rounds = [one.program for key, one in made_for if key[0] != "prefill"]

@@ -11,13 +11,13 @@ from kernel_runs import INTERPRETED
 from torch import Tensor
 
 from sgl_spec.speculative.ngram_scores import NgramScores
-from sgl_spec_kernels import ngram, ngram_ref
+from sgl_spec_kernels import ngram, ngram_ref, ngram_rows
 from sgl_spec_kernels.ngram_ref import (
     FIRST,
     MOST_MATCHED,
-    NgramTrees,
+    NgramDrafts,
     TokenIndex,
-    ngram_trees,
+    ngram_drafts,
     token_index,
 )
 
@@ -65,7 +65,7 @@ class World:
         tokens, counts = self.tokens(width, vocab)
         new = [torch.zeros(tokens.numel(), dtype=torch.int64, device=DEVICE) for _ in range(2)]
         expected, theirs = twin(self.index), [twin(each) for each in new]
-        given = (self.rows, self.lengths, tokens, counts)
+        given = (self.rows, self.lengths - 1, tokens, counts)
         ngram.keep(self.index, *given, *new, self.filler)
         ngram_ref.keep(expected, *(twin(each) for each in given), *theirs, self.filler)
         for mine, other in zip(new, theirs, strict=True):
@@ -101,9 +101,9 @@ def check_trees(batch: int, nodes: int, vocab: int, longest: int, by_count: bool
     """Trees, what is learned of them, and the rows that verify them."""
     made = world(batch, nodes, vocab, longest=longest, by_count=by_count)
     most = torch.randint(1, nodes + 2, (batch,), device=DEVICE)
-    trees, index = ngram_trees(batch, nodes, DEVICE), twin(made.index)
+    trees, index = ngram_drafts(batch, nodes, DEVICE), twin(made.index)
     expected = twin(trees)
-    given = (made.rows, made.lengths, made.rows + 7, most)
+    given = (made.rows, made.lengths - 1, made.rows + 7, most)
     ngram.propose(made.index, *given, trees)
     ngram_ref.propose(index, *(twin(each) for each in given), expected)
     same(trees, expected)
@@ -120,18 +120,18 @@ def check_trees(batch: int, nodes: int, vocab: int, longest: int, by_count: bool
         check_rows(made, trees, expected, total)
 
 
-def check_rows(made: World, trees: NgramTrees, expected: NgramTrees, total: int) -> None:
+def check_rows(made: World, trees: NgramDrafts, expected: NgramDrafts, total: int) -> None:
     batch = len(made.rows)
-    rows = ngram.tree_rows_buffers(batch, total, DEVICE)
+    rows = ngram_rows.tree_rows_buffers(batch, total, DEVICE)
     theirs = twin(rows)
-    ngram.share_rows(trees, rows)
-    ngram.share_rows_ref(expected, theirs)
+    ngram_rows.share_rows(trees, rows)
+    ngram_rows.share_rows_ref(expected, theirs)
     same(trees, expected)
     assert int(trees.num_nodes.sum()) == min(total, int(trees.drafted.sum()))
     width = int(made.lengths.max()) + made.nodes + 1
     table = torch.randint(0, 999, (batch, width), dtype=torch.int32, device=DEVICE)
-    ngram.tree_rows(trees, made.lengths, made.rows, table, rows)
-    ngram.tree_rows_ref(expected, twin(made.lengths), twin(made.rows), twin(table), theirs)
+    ngram_rows.tree_rows(trees, made.lengths, made.rows, table, rows)
+    ngram_rows.tree_rows_ref(expected, twin(made.lengths), twin(made.rows), twin(table), theirs)
     same(rows, theirs)
 
 

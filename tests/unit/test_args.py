@@ -27,7 +27,6 @@ STANDALONE = "--speculative-algorithm STANDALONE"
 PLUGIN = "--speculative-algorithm mine --speculative-drafter-module my.drafters"
 REJECTION, BLOCK = "--speculative-use-rejection-sampling", "--speculative-use-block-verification"
 STEPS, TOPK = "--speculative-num-steps", "--speculative-eagle-topk"
-INDEX, MATCH = "--speculative-ngram-index", "--speculative-ngram-match-type"
 NODES, POOL = "--speculative-num-draft-tokens", "--max-total-tokens"
 
 
@@ -281,14 +280,12 @@ VALUES = [
 ]
 TOGETHER = [
     ("--attention-backend flashinfer --device cpu --cuda-graph-bs 2", "--attention-backend flash"),
-    (f"{NGRAM} --speculative-ngram-index device --device cpu", "--speculative-ngram-index device"),
     ("--speculative-algorithm ngrm", "--speculative-algorithm must be one of none, NGRAM"),
     (f"{NGRAM} --speculative-draft-model m", "--speculative-draft-model-path m cannot be used"),
     (f"{NGRAM} {STEPS} 5", f"{STEPS} 5 cannot be used"),
     (f"{NGRAM} {TOPK} 5", f"{TOPK} 5 cannot be used"),
     (f"{NGRAM} --speculative-token-map h.pt", "--speculative-token-map h.pt cannot be used"),
     (f"{EAGLE3} --speculative-ngram-capacity 1024", "--speculative-ngram-capacity 1024 cannot"),
-    (f"{NGRAM} {INDEX} device {MATCH} PROB", f"{MATCH} PROB is for {INDEX} trie"),
     (f"{NGRAM} --speculative-ngram-min-bfs-breadth 11", "--speculative-ngram-min-bfs-breadth must"),
     (EAGLE, "--speculative-algorithm EAGLE needs --speculative-draft-model-path"),
     (f"{EAGLE3} --model-path m", "--speculative-algorithm EAGLE3 needs --speculative-draft-model"),
@@ -332,13 +329,6 @@ def test_what_cannot_work_is_one_sentence(line: str, begins: str) -> None:
     (sentence,) = refusal(f"--model-path smollm2 {line}")
     assert sentence.startswith(begins)
     assert sentence.endswith(".")
-
-
-def test_an_index_on_a_gpu_is_refused_when_the_device_is_known() -> None:
-    done = parse(f"{NGRAM} --speculative-ngram-index device")
-    assert done.for_device("cuda").speculative_ngram_index == "device"
-    with pytest.raises(ConfigError, match="needs a GPU; allowed on a CPU: trie"):
-        done.for_device("cpu")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ Prune = Callable[[TokenTree], TokenTree]
 
 def make(width: int = WIDTH, **options: object) -> NgramDrafter:
     given = {"capacity": 20_000, "max_trie_depth": 8} | options
-    return NgramDrafter(ROWS, NgramOptions(**given), width)  # type: ignore[arg-type]
+    made = NgramOptions(**given)  # type: ignore[arg-type]
+    return NgramDrafter(ROWS, made, IndexSize.of(made.capacity, width, ROWS))
 
 
 class Server:

@@ -17,7 +17,7 @@ from sgl_spec.engine.compiling import Compiling
 from sgl_spec.engine.grammar_jobs import GrammarJobs
 from sgl_spec.engine.worker import Worker
 from sgl_spec.request import LogprobParams, SamplingParams
-from sgl_spec.speculative.ngram import NgramDrafter, NgramOptions
+from sgl_spec.speculative.ngram import IndexSize, NgramDrafter, NgramOptions
 
 
 @pytest.fixture
@@ -279,7 +279,8 @@ def test_a_soak_of_everything_gives_every_slot_back(page: int, drafter: str, cou
 def test_a_drafter_may_learn_behind_the_next_round(defers: bool) -> None:
     """The text does not depend on it, and hardly anything is lost of what is accepted."""
     rig = Rig(drafter="random", rows=4)
-    drafter = NgramDrafter(4, NgramOptions(num_draft_tokens=NODES, capacity=50_000), 200)
+    options = NgramOptions(num_draft_tokens=NODES, capacity=50_000)
+    drafter = NgramDrafter(4, options, IndexSize.of(50_000, 200, 4))
     worker = rig.worker
     assert isinstance(worker, Worker)
     worker.drafter, worker.defers, rig.drafter = drafter, defers, None

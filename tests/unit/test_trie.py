@@ -23,9 +23,9 @@ from sgl_spec_kernels.ngram_ref import (
     RANKS,
     STEP,
     WAYS,
-    NgramTrees,
+    NgramDrafts,
     TokenIndex,
-    ngram_trees,
+    ngram_drafts,
     token_index,
     way_of,
 )
@@ -151,30 +151,30 @@ class Both:
 
     def append(self, new: dict[int, list[int]]) -> None:
         rows = torch.tensor(list(new))
-        lengths = torch.tensor([self.oracle.texts[row][1] for row in new])
+        committed = torch.tensor([self.oracle.texts[row][1] - 1 for row in new])
         counts = torch.tensor([len(tokens) for tokens in new.values()])
         tokens = torch.full((len(new), int(counts.max())), 999)
         for i, mine in enumerate(new.values()):
             tokens[i, : len(mine)] = torch.tensor(mine)
         places, starts = (torch.zeros(tokens.numel(), dtype=torch.int64) for _ in range(2))
-        ngram_ref.keep(self.index, rows, lengths, tokens, counts, places, starts)
+        ngram_ref.keep(self.index, rows, committed, tokens, counts, places, starts)
         ngram_ref.enter(self.index, places, starts)
         for row, mine in new.items():
             self.oracle.append(row, mine)
 
-    def propose(self, rows: list[int], most: list[int]) -> NgramTrees:
-        out = ngram_trees(len(rows), NODES, "cpu")
-        lengths = torch.tensor([self.oracle.texts[row][1] for row in rows])
-        inputs = (torch.tensor(rows), lengths, torch.tensor(rows) + 500, torch.tensor(most))
+    def propose(self, rows: list[int], most: list[int]) -> NgramDrafts:
+        out = ngram_drafts(len(rows), NODES, "cpu")
+        committed = torch.tensor([self.oracle.texts[row][1] - 1 for row in rows])
+        inputs = (torch.tensor(rows), committed, torch.tensor(rows) + 500, torch.tensor(most))
         ngram_ref.propose(self.index, *inputs, out)
         return out
 
-    def judge(self, trees: NgramTrees, emitted: list[int], count: int) -> None:
+    def judge(self, trees: NgramDrafts, emitted: list[int], count: int) -> None:
         tokens, counts = torch.tensor([emitted]), torch.tensor([count])
         ngram_ref.judge(self.index, trees, torch.tensor([0]), tokens, counts)
 
 
-def paths(trees: NgramTrees, i: int) -> dict[tuple[int, ...], int]:
+def paths(trees: NgramDrafts, i: int) -> dict[tuple[int, ...], int]:
     """As `Dictionary.tree`; checks what else a tree says of itself."""
     size = int(trees.drafted[i])
     found: list[tuple[int, ...]] = [()]

@@ -1,5 +1,4 @@
-"""Rounds whose drafts are n-grams that the device finds by itself; see
-`sgl_spec_kernels.ngram_index`, `ngram_chains` and `ngram_rows`.
+"""Rounds whose drafts are n-grams that the device finds; see `sgl_spec_kernels.ngram_ref`.
 
 Nothing waits for the host: such rounds run ahead of it as plain decoding does. The host chooses how
 many rows a round verifies; the device shares them among the requests by the scores of their drafts.
@@ -8,52 +7,60 @@ many rows a round verifies; the device shares them among the requests by the sco
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from sgl_spec.engine.batch import DecodeBatch
 from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
-from sgl_spec.engine.cuda.ngram import DeviceNgram, RoundSizes
-from sgl_spec.engine.cuda.round import ChainTrees, IntArray, Parts, Requests, Round, RoundKind
+from sgl_spec.engine.cuda.round import (
+    ChainTrees,
+    IntArray,
+    Parts,
+    Requests,
+    Round,
+    RoundKind,
+    WalkedTree,
+)
 from sgl_spec.engine.cuda.running import Planned, RunningRound
 from sgl_spec.engine.cuda.sources import ShapedRounds
 from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.speculative.array_tree import ArrayTree
-from sgl_spec_kernels.ngram_chains import Chains, chains, propose
-from sgl_spec_kernels.ngram_index import TokenIndex, keep, learn
-from sgl_spec_kernels.ngram_rows import ChainRows, chain_rows, chain_rows_buffers, share_rows
+from sgl_spec.speculative.ngram import NgramDrafter
+from sgl_spec.speculative.ngram_scores import scores
+from sgl_spec_kernels.ngram import enter, judge, keep, propose
+from sgl_spec_kernels.ngram_ref import BARRED, TokenIndex, ngram_drafts
+from sgl_spec_kernels.ngram_rows import TreeRows, share_rows, tree_rows, tree_rows_buffers
 from sgl_spec_kernels.sample import Walked
+
+FloatArray = npt.NDArray[np.floating]
+
+_BLEND = 0.25  # weight of the newest round in what drafts are expected to give
+_FIRST, _NEXT = 0.35, 0.75  # chances of drafts before anything is known
 
 
 class NgramTrees:
-    """Chains of `total` rows in all, and at most `nodes` a request. See `round.TreeSource`.
+    """Trees of `total` rows in all, and at most `nodes` a request. See `round.TreeSource`.
 
-    depths: what `ngram_rows.share_rows` reads. facts: [batch, 3] int32, see `ngram_chains.Chains`.
+    drafts: with what the host is to know, `NgramDrafts.facts`.
     """
 
     def __init__(
-        self,
-        parts: Parts,
-        requests: Requests,
-        total: int,
-        nodes: int,
-        index: TokenIndex,
-        depths: Tensor,
+        self, parts: Parts, requests: Requests, total: int, nodes: int, index: TokenIndex
     ) -> None:
         device, batch = parts.table.device, len(requests.rows)
-        self.parts, self.requests, self.index, self.depths = parts, requests, index, depths
-        self.chains: Chains = chains(batch, nodes, device)
-        self.facts = self.chains.facts
-        self.rows: ChainRows = chain_rows_buffers(batch, total, device)
+        self.parts, self.requests, self.index = parts, requests, index
+        self.drafts = ngram_drafts(batch, nodes, device)
+        self.rows: TreeRows = tree_rows_buffers(batch, total, device)
         self.total = total
         self.nodes = nodes if total > batch else 1
         self.levels = self.nodes - 1
         self.offsets = self.rows.starts[:-1]
-        tokens = self.chains.tokens if self.nodes > 1 else requests.at.last[:, None]
-        self.tree = ChainTrees.of(tokens, self.rows.nodes)
+        self.tree: WalkedTree = self.drafts
+        if self.nodes == 1:
+            self.tree = ChainTrees.of(requests.at.last[:, None], self.drafts.num_nodes)
         self._places = torch.zeros(batch * self.nodes, dtype=torch.int64, device=device)
-        self._known = torch.zeros_like(self._places)
+        self._starts = torch.zeros_like(self._places)
 
     def load(self, rows: IntArray, tree: ArrayTree | None) -> None:
         """See `round.Program`."""
@@ -63,9 +70,9 @@ class NgramTrees:
     def propose(self) -> None:
         """See `round.TreeSource`."""
         at, rows, table = self.requests.at, self.requests.rows, self.parts.table
-        propose(self.index, rows, at.committed, at.last, at.max_nodes, self.chains)
-        share_rows(self.chains, self.depths, self.rows)
-        chain_rows(self.chains, at.committed, rows, table, self.rows)
+        propose(self.index, rows, at.committed, at.last, at.max_nodes, self.drafts)
+        share_rows(self.drafts, self.rows)
+        tree_rows(self.drafts, at.committed, rows, table, self.rows)
 
     def forward(self) -> ForwardBatch:
         """See `round.TreeSource`."""
@@ -83,11 +90,14 @@ class NgramTrees:
         )
 
     def learn(self, walked: Walked) -> None:
-        """Take the accepted tokens in; the next round may copy them."""
-        places, known = self._places, self._known
-        filler, committed = self.parts.rows.filler, self.requests.at.committed
-        keep(self.index, self.requests.rows, committed, walked, filler, places, known)
-        learn(self.index, places, known)
+        """Take the accepted tokens in; the next round may copy them. Given lengths teach
+        nothing."""
+        rows, filler = self.requests.rows, self.parts.rows.filler
+        committed, tokens, counts = self.requests.at.committed, walked.tokens, walked.counts
+        if not self.requests.kind.forced:
+            judge(self.index, self.drafts, rows, tokens, counts, filler)
+        keep(self.index, rows, committed, tokens, counts, self._places, self._starts, filler)
+        enter(self.index, self._places, self._starts)
 
 
 class NgramRounds(ShapedRounds):
@@ -99,11 +109,11 @@ class NgramRounds(ShapedRounds):
         rounds: Rounds,
         shapes: TreeShapes,
         costs: DeviceCosts | None,
-        drafter: DeviceNgram,
+        drafter: NgramDrafter,
     ) -> None:
         super().__init__(parts, rounds, shapes, costs)
         self.drafter = drafter
-        self.sizes = RoundSizes(shapes, drafter.scores, costs)
+        self.sizes = RoundSizes(shapes, costs)
 
     def open(self, row: int, most: int) -> None:
         """See `RoundSource`."""
@@ -120,14 +130,14 @@ class NgramRounds(ShapedRounds):
         assert isinstance(program, Round)
         trees = program.source
         assert isinstance(trees, NgramTrees)
-        return Planned(replayed, facts=trees.facts[:requests])
+        return Planned(replayed, facts=trees.drafts.facts[:requests])
 
     def round_of(self, size: int, rows: int, kind: RoundKind) -> Replayed:
         """See `ShapedRounds`."""
         mine = self.drafter
 
         def trees(parts: Parts, requests: Requests) -> NgramTrees:
-            return NgramTrees(parts, requests, rows, mine.nodes, mine.index, mine.depths)
+            return NgramTrees(parts, requests, rows, mine.nodes, mine.index)
 
         def make() -> Round:
             return Round(self.parts, size, kind, trees)
@@ -137,9 +147,57 @@ class NgramRounds(ShapedRounds):
     def collected(self, launched: RunningRound, lengths: IntArray, given: IntArray) -> list[int]:
         """See `RoundSource`."""
         assert launched.facts is not None
-        facts = launched.facts.wait().numpy().astype(np.int64)
-        self.sizes.note(facts)
+        facts = launched.facts.wait()
+        self.sizes.note(scores(facts)[:, 1:].numpy())
+        verified, found = facts[:, 0] - 1, int((facts[:, 1:2] < BARRED).sum())
         if not launched.forced:
-            self.drafter.learn(facts, given[:, 0].astype(np.int64) - 1)
-        counts: list[int] = (facts[:, 2] - 1).tolist()
+            emitted = int(given[:, 0].sum())
+            self.drafter.note(int(verified.sum()), emitted, len(facts), found)
+        counts: list[int] = verified.tolist()
         return counts
+
+
+class RoundSizes:
+    """How many rows rounds verify: as many as give the most tokens a second, by what the drafts of
+    the rounds before promised. costs: None verifies every draft."""
+
+    def __init__(self, shapes: TreeShapes, costs: DeviceCosts | None) -> None:
+        self.shapes, self.costs = shapes, costs
+        self._gains: dict[int, FloatArray] = {}
+
+    def choose(self, batch: int, padded: int) -> tuple[int, int]:
+        """Batch size and rows of the round for so many requests. padded: the size of a round
+        without drafts."""
+        size = next((size for size in self.shapes.sizes if size >= batch), None)
+        if size is None:
+            return padded, padded * self.shapes.most_nodes
+        rows = self.shapes.rows(size)
+        if self.costs is None:
+            return size, rows[-1]
+        if size not in self._gains:
+            chain = _FIRST * _NEXT ** np.arange(self.shapes.most_nodes - 1)
+            self._gains[size] = self._gains_of(size, np.tile(chain, (size, 1)))
+        expected = batch * (1 + self._gains[size])
+        rates = expected / np.array([self.costs.ms(size, count) for count in rows])
+        best = int(rates.argmax())
+        if batch / self.costs.ms(padded, padded) > rates[best]:
+            return padded, padded
+        return size, rows[best]
+
+    def _gains_of(self, size: int, chances: FloatArray) -> FloatArray:
+        """[counts of rows] tokens that drafts are expected to give a request: those of the best
+        nodes of the batch. chances: [B, N - 1], of the path to each node."""
+        budgets = (np.array(self.shapes.rows(size)) - size) * len(chances) // size
+        falling = np.sort(chances, axis=None)[::-1]
+        total = np.concatenate([[0.0], np.cumsum(falling, dtype=np.float64)])
+        gains: FloatArray = total[np.minimum(budgets, falling.size)] / max(1, len(chances))
+        return gains
+
+    def note(self, chances: FloatArray) -> None:
+        """What the trees of a round were like; see `_gains_of`."""
+        size = next((size for size in self.shapes.sizes if size >= len(chances)), None)
+        if size is None or self.costs is None:
+            return
+        gains = self._gains_of(size, chances)
+        before = self._gains.get(size)
+        self._gains[size] = gains if before is None else before + _BLEND * (gains - before)

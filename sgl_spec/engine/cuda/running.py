@@ -22,8 +22,8 @@ from sgl_spec.speculative.base import DraftBatch
 class Planned:
     """A round to be launched, by the source of its drafts. draft: what a drafter on the host is to
     be told of, with the tree that it made, if it did. drafted: whether a drafter was asked. timed:
-    whether the source wants to know how long it takes. facts: [size, 3] of n-grams, which the round
-    leaves for the host, see `ngram_chains.Chains`."""
+    whether the source wants to know how long it takes. facts: [size, N] of n-grams, which the round
+    leaves for the host, see `ngram_ref.NgramDrafts`."""
 
     replayed: Replayed
     draft: DraftBatch | None = None

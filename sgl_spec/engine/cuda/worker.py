@@ -22,7 +22,6 @@ from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
 from sgl_spec.engine.cuda.drafting import HostTreeRounds
 from sgl_spec.engine.cuda.graphs import Rounds
 from sgl_spec.engine.cuda.model_rounds import ModelRounds, draft_parts
-from sgl_spec.engine.cuda.ngram import DeviceNgram
 from sgl_spec.engine.cuda.ngram_round import NgramRounds
 from sgl_spec.engine.cuda.prefill import Prefills
 from sgl_spec.engine.cuda.round import (
@@ -52,6 +51,7 @@ from sgl_spec.request import LogprobParams
 from sgl_spec.speculative.base import DraftBatch, Drafter, follows_kv, settle
 from sgl_spec.speculative.grammar import Constraint, Masked, Place, tree_masks
 from sgl_spec.speculative.model_drafter import ModelDrafter
+from sgl_spec.speculative.ngram import NgramDrafter
 from sgl_spec.speculative.simulate import SimulatedRule
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class DeviceWorker:
             return ModelRounds(parts, rounds, drafter, weighs=weighs)
         shapes = TreeShapes(rounds.sizes, self.most_nodes)
         costs = DeviceCosts(shapes) if weighs and rounds.sizes else None
-        if isinstance(drafter, DeviceNgram):
+        if isinstance(drafter, NgramDrafter):
             return NgramRounds(parts, rounds, shapes, costs, drafter)
         self._sampling = RowSampling(self.model, self.table.num_rows, counts=False)
         texts, draft_of = self.tokens, self._draft_batch
