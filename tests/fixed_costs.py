@@ -28,7 +28,7 @@ class FixedModel:
     def extras(self, size: int) -> tuple[int, ...]:
         return (0, 1, 4, 16, 64, 512)
 
-    def ms(self, size: int, extra: int) -> float:
+    def modelled(self, size: int, extra: int) -> float:
         return self.fixed.cost(size + extra)
 
 

@@ -129,7 +129,7 @@ class FilledRounds:
     def extras(self, size: int) -> list[int]:
         return [rows - 48 for rows in ROWS.rows]
 
-    def ms(self, size: int, extra: int) -> float:
+    def modelled(self, size: int, extra: int) -> float:
         return ROWS.cost(48 + extra) + self.more
 
 

@@ -120,7 +120,7 @@ class AskedDrafts:
     def _unit(self, requests: int) -> float:
         """Milliseconds of a round without drafts, as the model of costs has it for good."""
         model = self.costs.model
-        return model.ms(model.size_of(requests), 0)
+        return model.modelled(model.size_of(requests), 0)
 
     @property
     def _step(self) -> Average:
@@ -146,9 +146,8 @@ class AskedDrafts:
         if not trial:
             scores = self.calibration.scaled(scores, tree.depths, sampled)
         table = self.costs.table(tree.batch)
-        return choose(
-            tree.with_scores(scores), replace(table, fixed=table.fixed + fixed_ms), min_gain
-        ).keep
+        table = replace(table, fixed=table.fixed + fixed_ms)
+        return choose(tree.with_scores(scores), table, min_gain)
 
     def learn(self, tree: ArrayTree, accepted: AcceptResult, sampled: BoolArray) -> None:
         """What became of the trees that were verified."""

@@ -54,7 +54,7 @@ class CostModel(Protocol):
     def filled(self) -> bool: ...
     def size_of(self, requests: int) -> int: ...
     def extras(self, size: int) -> Sequence[int]: ...
-    def ms(self, size: int, extra: int) -> float: ...
+    def modelled(self, size: int, extra: int) -> float: ...
 
 
 class Costs:
@@ -93,7 +93,7 @@ class Costs:
             ms *= table.cost(requests + nearest) / table.cost(requests + drafts)
         self._seen[size, nearest].append(ms)
         for each in (size, None):
-            self._factors[each].append(ms / self.model.ms(size, nearest))
+            self._factors[each].append(ms / self.model.modelled(size, nearest))
         self._rounds[size] += 1
         if self._rounds[size] % REFRESH_ROUNDS == 0:
             self._times.pop(size, None)
@@ -106,7 +106,7 @@ class Costs:
             (each for each in (self._factors[size], self._factors[None]) if len(each) >= BELIEVED),
             (1.0,),
         )
-        return self.model.ms(size, extra) * statistics.median(factors)
+        return self.model.modelled(size, extra) * statistics.median(factors)
 
 
 def rising(times: Sequence[float]) -> list[float]:
@@ -165,7 +165,7 @@ class ForwardCosts:
         """See `CostModel`."""
         return EXTRA_ROWS
 
-    def ms(self, size: int, extra: int) -> float:
+    def modelled(self, size: int, extra: int) -> float:
         """See `CostModel`."""
         base = self.together.cost(size) - self.rows.cost(size)
         uneven = self.uneven.cost(size) if extra and size > 1 and self.uneven else 0.0

@@ -77,8 +77,8 @@ class Drafter(Protocol):
 
     Life of a request row: `begin` once its prompt is in the KV cache, then `propose` and `observe`
     once a round, then `finish`. A retracted request gets `finish`, and `begin` again when it
-    resumes. On a GPU nothing is proposed while trees have cost more time than they brought; such
-    rounds are observed all the same, with trees of one node.
+    resumes. Nothing is proposed while drafts take more time than they bring; such rounds are
+    observed all the same, with trees of one node.
     """
 
     def begin(self, row: int, tokens: npt.NDArray[np.int32], known: int) -> None:
@@ -111,17 +111,6 @@ class DefersWork(Protocol):
 
     def settle(self) -> None:
         """Do what `begin` and `observe` have put off."""
-
-
-class Looks(Protocol):
-    """A drafter with this method as well can be left alone while it has nothing. On a GPU the
-    engine then runs rounds without trees, which need not wait for the host, as long as looks do not
-    promise more than waiting costs: such rounds are observed, with trees of one node, but nothing
-    is proposed for them. Neither this method nor `propose` is then given `DraftBatch.sampling`, and
-    a round may be observed after the proposal for the next, when that is under way."""
-
-    def look(self, batch: DraftBatch) -> TokenTree:
-        """The trees, with scores, that `propose` would give now. Nothing comes of them."""
 
 
 class KVDrafter(Drafter, Protocol):

@@ -27,7 +27,7 @@ from sgl_spec.speculative.sampling import SamplingRows
 from sgl_spec.speculative.tree import TokenTree
 
 KV_ATTRIBUTES = ("capture", "reads_ahead")
-OPTIONAL_METHODS = ("settle", "look")  # see `base.DefersWork`, `base.Looks`
+OPTIONAL_METHODS = ("settle",)  # see `base.DefersWork`
 
 
 def build_plugin(name: str, context: DrafterContext) -> Drafter:
@@ -69,8 +69,8 @@ class Guarded:
         optional = [method for method in OPTIONAL_METHODS if hasattr(drafter, method)]
         for method in (*protocol_methods(drafter), *optional):
             call = self._guarded(method, getattr(drafter, method))
-            if method in ("propose", "look"):
-                call = self._proposing(method, call)
+            if method == "propose":
+                call = self._proposing(call)
             setattr(self, method, call)
 
     def __getattr__(self, attribute: str) -> Any:
@@ -88,8 +88,8 @@ class Guarded:
 
         return guarded
 
-    def _proposing(self, method: str, call: Callable[[DraftBatch], Any]) -> Callable[..., Any]:
-        """The method with its trees checked. Those of a look are weighed, so they need scores."""
+    def _proposing(self, call: Callable[[DraftBatch], Any]) -> Callable[..., Any]:
+        """`propose` with its trees checked."""
 
         @wraps(call)
         def proposing(batch: DraftBatch) -> TokenTree:
@@ -100,9 +100,7 @@ class Guarded:
                 if self._context.topology is not None:
                     require_sampled(tree, self._context.topology)
             except ValueError as error:
-                raise self._failed(method, str(error)) from error
-            if method == "look" and tree.scores is None:
-                raise self._failed(method, "its trees must have scores")
+                raise self._failed("propose", str(error)) from error
             return tree
 
         return proposing

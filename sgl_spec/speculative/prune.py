@@ -67,31 +67,8 @@ MIN_GAIN = 0.08
 forward, and measured times and estimated chances are only nearly right."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What is worth verifying. keep: [B, N], the nodes. rate: expected tokens of the batch per
-    millisecond with them; plain: with the roots alone."""
-
-    keep: BoolArray
-    rate: float
-    plain: float
-
-
-def prune(tree: TokenTree, table: CostTable, min_gain: float = 0.0) -> TokenTree:
-    """The part of a batch of trees that is worth verifying; without scores, all of it."""
-    if tree.scores is None:
-        return tree
-    return keep_nodes(tree, choose_nodes(tree, table, min_gain))
-
-
-def choose_nodes(tree: TokenTree, table: CostTable, min_gain: float = 0.0) -> Tensor:
-    """[B, N] bool: the nodes whose verification maximises expected tokens per millisecond; see
-    `choose`."""
-    return on_device(choose(ArrayTree.of(tree), table, min_gain).keep, tree.tokens.device)
-
-
-def choose(tree: ArrayTree, table: CostTable, min_gain: float = 0.0) -> Choice:
-    """The nodes whose verification maximises expected tokens per millisecond.
+def choose(tree: ArrayTree, table: CostTable, min_gain: float = 0.0) -> BoolArray:
+    """[B, N]: the nodes whose verification maximises expected tokens per millisecond.
 
     Nodes are taken over the whole batch by falling score; among equals the shallower, then the
     lower index first. A score counts as its parent's at most, so ancestors come first. Of equally
@@ -115,7 +92,7 @@ def choose(tree: ArrayTree, table: CostTable, min_gain: float = 0.0) -> Choice:
     keep = np.zeros_like(drafted)
     keep[:, 0] = True
     keep.reshape(-1)[flat.take(order[:count])] = True
-    return Choice(keep, float(rate[count]), float(rate[0]))
+    return keep
 
 
 def keep_nodes(tree: TokenTree, mask: Tensor) -> TokenTree:

@@ -13,10 +13,13 @@ from kernel_runs import INTERPRETED
 from tiny import MIN_VOCAB, make_tiny
 
 from sgl_spec import LLM
+from sgl_spec.engine.asked import ASK, PLAIN, AskedDrafts
 from sgl_spec.engine.batch import Batch, DecodeBatch, Launched
+from sgl_spec.engine.control import Decision, Load
+from sgl_spec.engine.costs import Costs
 from sgl_spec.engine.cuda import worker as device_worker
 from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
-from sgl_spec.engine.cuda.drafting import HostDrafting, HostTreeRounds
+from sgl_spec.engine.cuda.drafting import HostTreeRounds
 from sgl_spec.engine.cuda.worker import DeviceWorker
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
@@ -42,9 +45,6 @@ class Prophet:
 
     def propose(self, batch: DraftBatch) -> TokenTree:
         self.asked.append(int(batch.lengths[0]))
-        return self.look(batch)
-
-    def look(self, batch: DraftBatch) -> TokenTree:
         tokens = torch.zeros(len(batch.rows), NODES, dtype=torch.int64)
         parents = torch.tensor([[-1, 0, 1]]).repeat(len(batch.rows), 1)
         has = batch.lengths[0] % 4 > 1
@@ -91,6 +91,15 @@ class Watch:
         return 3.0
 
 
+class InTurn(AskedDrafts):
+    """Asks for three rounds, and rests for three."""
+
+    def decide(self, requests: int) -> Decision:
+        super().decide(requests)
+        self.made = getattr(self, "made", -1) + 1
+        return Decision(Load(requests, requests), ASK if self.made % 6 < 3 else PLAIN, 1.0)
+
+
 def known(shapes: TreeShapes) -> DeviceCosts:
     costs = DeviceCosts(shapes)
     costs.know(ROWS, ROWS, 5.0)
@@ -127,7 +136,7 @@ def test_texts_are_the_same_with_and_without_trees(
     texts = [prompt + new for prompt, new in zip(PROMPTS, expected, strict=True)]
     drafter = worker.drafter = Prophet(texts)
     source.costs = known(source.shapes)
-    source.drafting = HostDrafting(drafter, source.costs)
+    source.drafter, source.asked = drafter, InTurn(Costs(source.costs))
     launches: list[tuple[bool, int]] = []  # whether it is a round, and behind how many batches
     launch = worker.launch
 
@@ -141,7 +150,7 @@ def test_texts_are_the_same_with_and_without_trees(
     behind = [under_way for is_round, under_way in launches if is_round]
     assert 0 in behind
     assert any(behind) == overlap, "rounds without trees run ahead"
-    assert len(drafter.asked) >= behind.count(0)
+    assert drafter.asked
     assert (False, 1) in launches or not overlap, "a prompt waits for no tokens"
     assert sum(kept for _, kept in drafter.told) >= NEW[0] - 1
     assert llm.engine.scheduler.flush()

@@ -19,9 +19,9 @@ from taped import tape
 from tiny import MIN_VOCAB, make_tiny
 
 from sgl_spec import LLM
-from sgl_spec.engine.batch import DecodeBatch
-from sgl_spec.engine.cuda.model_rounds import ModelRounds
-from sgl_spec.engine.cuda.round import KINDS
+from sgl_spec.engine.control import Decision, Load
+from sgl_spec.engine.cuda.model_rounds import ModelRounds, tree_shapes
+from sgl_spec.engine.cuda.round import KINDS, RoundKind
 from sgl_spec.engine.cuda.worker import DeviceWorker
 
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -90,16 +90,18 @@ def expected(target: Path) -> list[list[int]]:
 
 
 @pytest.fixture
-def resting(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Draft models rest in every other round, the first among them. Which rounds they drafted."""
-    drafted: list[bool] = []
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Draft models rest, and draft with each of their shapes, in turn. Which option each round
+    had."""
+    options: list[int] = []
 
-    def drafts(rounds: ModelRounds, batch: DecodeBatch) -> bool:
-        drafted.append(len(drafted) % 2 == 1)
-        return drafted[-1]
+    def decide(rounds: ModelRounds, size: int, kind: RoundKind) -> Decision:
+        rounds.shapes = tree_shapes(rounds.drafter.shape)
+        options.append(len(options) % (1 + len(rounds.shapes)))
+        return Decision(Load(size, kind), options[-1], 0.0)
 
-    monkeypatch.setattr(ModelRounds, "drafts", drafts)
-    return drafted
+    monkeypatch.setattr(ModelRounds, "_decide", decide)
+    return options
 
 
 @INTERPRETED
@@ -112,7 +114,7 @@ def test_texts_are_the_cpu_engines(
     taped: Callable[..., LLM],
     drafts: dict[str, Path],
     expected: list[list[int]],
-    resting: list[bool],
+    turns: list[int],
     kind: str,
     page: int,
 ) -> None:
@@ -124,7 +126,7 @@ def test_texts_are_the_cpu_engines(
     )
     assert texts(llm, MIXED) == expected
     if kind in drafts:
-        assert set(resting) == {False, True}, "rounds of both kinds were asked for"
+        assert set(turns) == {0, 1, 2}, "rounds of every kind were asked for"
     if kind == "STANDALONE":  # the target drafts for itself
         counters = llm.engine.counters
         assert counters.emitted > counters.verify_ct

@@ -84,7 +84,7 @@ def test_a_machine_that_is_slow_for_a_while_spoils_nothing(monkeypatch: pytest.M
             (10 + rows) / 11, rel=0.1
         )
     assert model.together.cost(16) / model.rows.cost(1) == pytest.approx(26 / 11, rel=0.1)
-    assert model.ms(4, 2) / model.rows.cost(1) == pytest.approx(16 / 11, rel=0.1)
+    assert model.modelled(4, 2) / model.rows.cost(1) == pytest.approx(16 / 11, rel=0.1)
 
 
 def test_measuring_ends_in_time_and_what_is_missing_is_extrapolated(

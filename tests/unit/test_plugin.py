@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import torch
 from sgl_spec import LLM
 from sgl_spec.errors import ConfigError, DrafterError
 from sgl_spec.speculative.base import (
-    DraftBatch,
     KVDrafter,
     protocol_methods,
     register_drafter,
@@ -286,21 +284,6 @@ def test_what_stands_behind_the_nodes_means_nothing() -> None:
     found = checked(tree, np.array([4, 5]), 10)
     assert found.width == 2
     assert found.tokens.tolist() == [[4, 1], [5, 99]]
-
-
-def test_looks_are_checked_too_and_have_scores(tmp_path: Path, tiny_model_dir: Path) -> None:
-    batch = DraftBatch(
-        np.array([0]), np.array([2]), np.array([3]), np.array([[4, 5, 0]], dtype=np.int32)
-    )
-    for value, rule in (
-        ("right", "its trees must have scores"),
-        ("chain(batch, tokens=put(right.tokens, 0, 4))", "node 0 holds .* last token, 5, got 4"),
-    ):
-        source = QUIET + CHAIN.replace("{value}", value).replace("{method}", "look")
-        with start(tmp_path, str(tiny_model_dir), source, "odd") as llm:
-            drafter: Any = llm.engine.drafter
-            with pytest.raises(DrafterError, match=f"ODD failed in look: .*{rule}"):
-                drafter.look(batch)
 
 
 @pytest.mark.parametrize("method", ["settle", "propose"])

@@ -1,9 +1,10 @@
-"""Rounds of a draft model that lies on the device, and when it rests: speculation must not make a
-batch slower."""
+"""Rounds of a draft model that lies on the device: without trees, or with those of one of a few
+shapes, as the controller decides."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from sgl_spec.engine.batch import DecodeBatch, IntArray
+from sgl_spec.engine.control import Controller, Decision, Load, guessed_gain
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
 from sgl_spec.engine.cuda.model_trees import GrownTrees
 from sgl_spec.engine.cuda.round import DraftParts, Parts, Requests, Round, RoundKind
@@ -18,10 +20,13 @@ from sgl_spec.engine.cuda.running import Planned, RunningRound
 from sgl_spec.engine.cuda.sources import RoundSource
 from sgl_spec.engine.cuda.timing import timed
 from sgl_spec.speculative.base import Drafter
-from sgl_spec.speculative.draft_economy import DraftEconomy
-from sgl_spec.speculative.model_drafter import ModelDrafter
+from sgl_spec.speculative.model_drafter import ModelDrafter, TreeShape
 
-_BLEND = 1 / 16  # weight of the newest resting round
+logger = logging.getLogger(__name__)
+
+PLAIN = 0  # option of the controller; the shapes follow
+SMALLER = ((3, 1, 4), (5, 4, 8))  # steps, topk and nodes beside the flags' own shape
+MOST_ROWS = 512  # of a round: where rows cost as much as that, only the smallest shape may pay
 
 
 def draft_parts(drafter: Drafter | None) -> DraftParts | None:
@@ -31,48 +36,33 @@ def draft_parts(drafter: Drafter | None) -> DraftParts | None:
     return DraftParts(model=drafter.model, kv=drafter.kv, hidden=drafter.last)
 
 
-class Resting:
-    """Whether a draft model drafts for the next round; see `DraftEconomy`, which decides by what
-    rounds brought and took. Times of rounds at rest are known by padded batch size."""
-
-    def __init__(self, economy: DraftEconomy) -> None:
-        self.economy = economy
-        self._rest_ms: dict[int, float] = {}
-
-    def drafts(self, size: int) -> bool:
-        """size: of the padded batch."""
-        plain = self._rest_ms.get(size)
-        return plain is None or self.economy.drafts(size, plain)
-
-    def know(self, size: int, ms: float) -> None:
-        """A round at rest takes so long."""
-        self._rest_ms[size] = ms
-
-    def note(self, size: int, requests: int, tokens: int, ms: float, *, drafted: bool) -> None:
-        """A round of `requests`, run as `size`, brought `tokens` in `ms`."""
-        if drafted:
-            # In tokens of a full batch, since the time is one's.
-            self.economy.note_round(size, round(tokens * size / requests), ms)
-        elif size in self._rest_ms:
-            self._rest_ms[size] += _BLEND * (ms - self._rest_ms[size])
+def tree_shapes(largest: TreeShape) -> tuple[TreeShape, ...]:
+    """The shapes to choose from, rising: no part of them is larger than the flags'."""
+    shapes = [largest]
+    for steps, topk, nodes in SMALLER:
+        steps, topk = min(steps, largest.steps), min(topk, largest.topk)
+        nodes = min(nodes, largest.draft_tokens, steps + 1 if topk == 1 else nodes)
+        shapes.append(replace(largest, steps=steps, topk=topk, draft_tokens=nodes))
+    return tuple(sorted(set(shapes), key=lambda shape: (shape.draft_tokens, shape.steps)))
 
 
 class ModelRounds(RoundSource):
-    """The model drafts, or rests and only follows. weighs: whether it rests where drafting does not
-    pay."""
+    """The model drafts, or rests and only follows. weighs: whether the controller decides; else all
+    trees have the shape of the flags."""
 
     def __init__(
-        self,
-        parts: Parts,
-        rounds: Rounds,
-        drafter: ModelDrafter,
-        *,
-        weighs: bool,
+        self, parts: Parts, rounds: Rounds, drafter: ModelDrafter, *, weighs: bool
     ) -> None:
         super().__init__(parts, rounds)
         assert parts.draft is not None
-        self.drafter, self.shape = drafter, drafter.shape
-        self.resting = Resting(DraftEconomy()) if weighs and rounds.sizes else None
+        self.drafter = drafter
+        self.shapes: tuple[TreeShape, ...] = (drafter.shape,)
+        self.controller: Controller | None = None
+        self._idle_ms: dict[tuple[int, int], float] = {}  # without requests, by size and option
+        if weighs and rounds.sizes:
+            self.shapes = tree_shapes(drafter.shape)
+            gains = (guessed_gain(s.steps, s.topk, s.draft_tokens) for s in self.shapes)
+            self.controller = Controller((0.0, *gains))
 
     def filled(self, rows: IntArray, ends: IntArray) -> None:
         """See `RoundSource`. The model has read the same rows."""
@@ -89,58 +79,90 @@ class ModelRounds(RoundSource):
 
     def plan(self, batch: DecodeBatch, kind: RoundKind, *, behind: bool) -> Planned:
         """See `RoundSource`."""
-        drafts = self.drafts(batch)
-        replayed = self.round_of(len(batch.rows), kind, drafts=drafts)
-        return Planned(replayed, drafted=drafts, timed=self.resting is not None)
+        size = self.rounds.padded(len(batch.rows), masked=kind.masked)
+        decision, option = None, PLAIN
+        if (batch.max_nodes > 1).any():
+            decision = self._decide(size, kind)
+            option = self.options(size)[-1] if decision is None else decision.option
+        replayed = self.round_of(size, kind, option)
+        return Planned(
+            replayed,
+            nodes=self.shapes[option - 1].draft_tokens if option else 1,
+            decision=decision,
+            timed=self.controller is not None,
+        )
 
-    def drafts(self, batch: DecodeBatch) -> bool:
-        """Whether the model drafts in this round."""
-        if not (batch.max_nodes > 1).any():
-            return False
-        return self.resting is None or self.resting.drafts(self.rounds.padded(len(batch.rows)))
+    def _decide(self, size: int, kind: RoundKind) -> Decision | None:
+        """None where all rounds of the size are alike, or made anew each time."""
+        if self.controller is None or size not in self.rounds.sizes_for(masked=kind.masked):
+            return None
+        options, load = self.options(size), Load(size, kind)
+        made = [each for each in options if not each or self._key(size, kind, each) in self.rounds]
+        for option in options:
+            if (size, option) in self._idle_ms:
+                self.controller.know(load, option, self._idle_ms[size, option])
+        return self.controller.choose(load, made if any(made) else options)
 
-    def round_of(self, size: int, kind: RoundKind, *, drafts: bool) -> Replayed:
-        """The round of so many requests."""
-        if not drafts:
+    def options(self, size: int) -> list[int]:
+        """What a round of so many requests may be; the one with most rows comes last."""
+        if self.controller is None:
+            return [len(self.shapes)]
+        rows = [size * shape.draft_tokens for shape in self.shapes]
+        fits = [i for i, most in enumerate(rows, 1) if i == 1 or most <= MOST_ROWS]
+        return [PLAIN, *fits]
+
+    def _key(self, size: int, kind: RoundKind, option: int) -> Hashable:
+        return ("tree", size, kind, option) if option else ("plain", size, kind)
+
+    def round_of(self, size: int, kind: RoundKind, option: int) -> Replayed:
+        """size: padded."""
+        if option == PLAIN:
             return self.plain(size, replace(kind, forced=False))
-        padded = self.rounds.padded(size, masked=kind.masked)
-        key = ("tree", padded, kind)
-        return self.rounds.get(key, lambda: self._make(padded, kind), padded)
 
-    def _make(self, batch: int, kind: RoundKind) -> Round:
         def trees(parts: Parts, requests: Requests) -> GrownTrees:
-            return GrownTrees(parts, requests, self.shape)
+            return GrownTrees(parts, requests, self.shapes[option - 1])
 
-        return Round(self.parts, batch, kind, trees)
+        key = self._key(size, kind, option)
+        return self.rounds.get(key, lambda: Round(self.parts, size, kind, trees), size)
 
     def proposed(self, batch: DecodeBatch, planned: Planned) -> list[int]:
         """See `RoundSource`: as many as the trees may have."""
-        if not planned.drafted:
-            return super().proposed(batch, planned)
-        counts: list[int] = (np.minimum(batch.max_nodes, self.shape.draft_tokens) - 1).tolist()
+        counts: list[int] = (np.minimum(batch.max_nodes, planned.nodes) - 1).tolist()
         return counts
 
     def collected(self, launched: RunningRound, lengths: IntArray, given: IntArray) -> list[int]:
         """See `RoundSource`."""
-        if self.resting is not None and launched.watch is not None:
-            self.resting.note(
-                self.rounds.padded(launched.size),
-                launched.size,
-                int(given[:, 0].sum()),
-                launched.watch.ms(),
-                drafted=launched.planned.drafted,
-            )
+        decision = launched.planned.decision
+        if self.controller is not None and decision is not None and launched.watch is not None:
+            tokens = int(given[:, 0].sum())
+            self.controller.note(decision, launched.size, tokens, launched.watch.ms())
         return launched.proposed
+
+    def flush(self) -> None:
+        """See `RoundSource`."""
+        if self.controller is not None:
+            self.controller.clear()
+
+    def stats(self) -> dict[str, float]:
+        """See `RoundSource` and `Controller.stats`: option 0 drafts nothing, the others are
+        `tree_shapes`."""
+        return {} if self.controller is None else self.controller.stats()
 
     def prepare(self, kind: RoundKind) -> None:
         """See `RoundSource`."""
         for size in reversed(self.rounds.sizes):
-            self.round_of(size, kind, drafts=True)
-            if self.resting is not None:
-                self.resting.know(size, timed(self.round_of(size, kind, drafts=False)))
+            for option in reversed(self.options(size)):
+                round_ = self.round_of(size, kind, option)
+                if self.controller is not None:
+                    self._idle_ms[size, option] = timed(round_)
+        if self._idle_ms:
+            times = (f"{size}/{option}:{ms:.2f}" for (size, option), ms in self._idle_ms.items())
+            logger.info("Rounds in ms, by requests and shape: %s", " ".join(times))
 
     def every_round(self, kind: RoundKind) -> list[Callable[[], Replayed]]:
         """See `RoundSource`."""
-        kinds = (True, False) if self.resting is not None else (True,)
-        sizes = reversed(self.rounds.sizes_for(masked=kind.masked))
-        return [partial(self.round_of, size, kind, drafts=each) for size in sizes for each in kinds]
+        return [
+            partial(self.round_of, size, kind, option)
+            for size in reversed(self.rounds.sizes_for(masked=kind.masked))
+            for option in reversed(self.options(size))
+        ]

@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from sgl_spec.engine.batch import IntArray, Launched, PrefillBatch
+from sgl_spec.engine.control import Decision
 from sgl_spec.engine.cuda.graphs import Replayed
 from sgl_spec.engine.cuda.round import RoundKind, kind_for
 from sgl_spec.engine.cuda.row_logprobs import RowLogprobs
@@ -21,15 +22,17 @@ from sgl_spec.speculative.base import DraftBatch
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A round to be launched, by the source of its drafts. draft: what a drafter on the host is to
-    be told of, with the tree that it made, if it did. drafted: whether a drafter was asked. timed:
-    whether the source wants to know how long it takes. facts: [size, N] of n-grams, which the round
-    leaves for the host, see `ngram_ref.NgramDrafts`."""
+    be told of, with the tree that it made, if it did. timed: whether the source wants to know how
+    long it takes. decision: of the controller, which is told what came of it. nodes: most of a tree
+    that the device grows. facts: [size, N] of n-grams, which the round leaves for the host, see
+    `ngram_ref.NgramDrafts`."""
 
     replayed: Replayed
     draft: DraftBatch | None = None
     tree: ArrayTree | None = None
-    drafted: bool = False
     timed: bool = False
+    decision: Decision | None = None
+    nodes: int = 1
     facts: Tensor | None = None
 
 

@@ -43,9 +43,6 @@ class RoundSource:
     def begin(self) -> None:
         """A request came that may be drafted for."""
 
-    def close(self) -> None:
-        """A request is about to leave its row."""
-
     def filled(self, rows: IntArray, ends: IntArray) -> None:
         """Prompts were launched up to these positions."""
 
@@ -81,8 +78,8 @@ class RoundSource:
         """The tokens that each request took of the round collected last. behind: whether another
         batch was launched before."""
 
-    def settle(self) -> None:
-        """A batch was launched: what was put off may be done behind it."""
+    def flush(self) -> None:
+        """Forget what was learned of texts."""
 
     def stats(self) -> dict[str, float]:
         """Figures beside the drafter's own."""

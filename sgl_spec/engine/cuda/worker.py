@@ -119,8 +119,8 @@ class DeviceWorker:
         if isinstance(drafter, NgramDrafter):
             return NgramRounds(parts, rounds, shapes, costs, drafter)
         self._sampling = RowSampling(self.model, self.table.num_rows, counts=False)
-        texts, draft_of = self.tokens, self._draft_batch
-        return HostTreeRounds(parts, rounds, shapes, costs, drafter, texts=texts, draft_of=draft_of)
+        draft_of = self._draft_batch
+        return HostTreeRounds(parts, rounds, shapes, costs, drafter, draft_of=draft_of)
 
     def _draft_batch(self, batch: DecodeBatch) -> DraftBatch:
         """What a drafter on the host may know of a batch."""
@@ -168,7 +168,6 @@ class DeviceWorker:
     def close(self, row: int) -> None:
         """The row's request ended or was retracted; what still runs for it is dropped."""
         self._tenancy[row] += 1
-        self.source.close()
         self.logprobs.close(row)
         self._constraints.pop(row, None)
         self._asked.pop(row, None)
@@ -185,6 +184,7 @@ class DeviceWorker:
 
     def flush(self) -> None:
         """Forget what the drafter has learned."""
+        self.source.flush()
         if self.drafter is not None:
             self.drafter.flush()
 
@@ -312,7 +312,6 @@ class DeviceWorker:
 
     def settle(self) -> None:
         """A batch was launched: what the drafter has put off may be done behind it."""
-        self.source.settle()
         settle(self.drafter)
 
     # --- prompts ----------------------------------------------------------------------------------
