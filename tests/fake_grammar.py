@@ -9,7 +9,7 @@ import torch
 from fakes import EOS, VOCAB, SumModel
 
 from sgl_spec.request import Grammar, SamplingParams
-from sgl_spec.speculative.grammar import Automaton, Constraint, Place, Words, bit
+from sgl_spec.speculative.grammar import Automaton, Constraint, Path, Place, Words, bit
 from sgl_spec.speculative.sampling import TokenMasks, build_rows, draw
 
 
@@ -46,14 +46,24 @@ class Counting:
         self.tokens.append(token)
         return True
 
-    def rollback(self, count: int) -> None:
-        assert self.error is None
-        del self.tokens[len(self.tokens) - count :]
-
     def restart(self) -> Counting:
         again = Counting(self.least, self.most, self.breaks)
         again.restarts = self.restarts + 1
         return again
+
+    @staticmethod
+    def fill_along(paths: Sequence[Path], words: Words) -> np.ndarray:
+        may_end = np.zeros(len(words), dtype=np.bool_)
+        for path in paths:
+            automaton = path.constraint.automaton
+            before = list(automaton.tokens)
+            for row, token in enumerate([*path.tokens, None], path.first):
+                automaton.fill(words[row])
+                may_end[row] = automaton.may_end
+                if token is None or not automaton.allows(token) or not automaton.step(token):
+                    break
+            automaton.tokens[:] = before  # which a broken one has no use for
+        return may_end
 
 
 def compile_counting(grammar: Grammar) -> Automaton:

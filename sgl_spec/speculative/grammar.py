@@ -1,15 +1,14 @@
 """Grammars over trees: what may follow each node, and which drafts leave the grammar.
 
-One depth-first walk per constrained request steps its automaton down every drafted path that the
-grammar allows and rolls it back. It gives the masks of all nodes, so that a token is drawn from the
-same mask whether it was reached by drafts or step by step, and it finds the drafts that the mask
-rules out, which need not be verified. Requests without a grammar are not looked at.
+Automata are moved along every path of drafts that the grammar allows, those of all requests at the
+same time, and back. That gives the masks of all nodes, so that a token is drawn from the same mask
+whether it was reached by drafts or step by step, and it finds the drafts that the masks rule out,
+which need not be verified. Requests without a grammar are not looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
@@ -23,6 +22,8 @@ from sgl_spec.speculative.sampling import TokenMasks
 from sgl_spec.speculative.tree import NodeMasks, TokenTree
 
 Words = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
 
 
 class Automaton(Protocol):
@@ -47,11 +48,28 @@ class Automaton(Protocol):
     def step(self, token: int) -> bool:
         """Move by a token; False breaks the automaton."""
 
-    def rollback(self, count: int) -> None:
-        """Undo the last `count` steps."""
-
     def restart(self) -> Automaton:
         """A new automaton of the same grammar, at its beginning."""
+
+    @staticmethod
+    def fill_along(paths: Sequence[Path], words: Words) -> Bools:
+        """Write the masks along paths, no two of one automaton, and leave the automata where they
+        stand, if none breaks.
+
+        Row `first` of a path is the mask of where its automaton stands; each next row is the one
+        behind the next token, up to the first token that cannot follow. Rows behind that stay as
+        they are. Returns, for each row of words written, whether the text may end there.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """Tokens to move a constraint's automaton by, and the first row of the masks; see
+    `Automaton.fill_along`."""
+
+    constraint: Constraint
+    first: int
+    tokens: list[int]
 
 
 class Place(Enum):
@@ -67,8 +85,9 @@ class Constraint:
     """A request's grammar and how far its committed output has come in it.
 
     end_ids: tokens that end the request; from the minimum length on they may be drawn where the
-    text may end. min_new_tokens: the minimum length, see `ends`. words: the mask of the next token,
-    [ceil(V / 32)] int32. problem: why the place is BROKEN.
+    text may end; one that is drawn earlier, since the grammar leaves nothing else, is a token like
+    any other. depth: tokens of the output. words: the mask of the next token, [ceil(V / 32)] int32;
+    end_bits: that of end_ids. problem: why the place is BROKEN.
     """
 
     def __init__(
@@ -82,68 +101,49 @@ class Constraint:
         self.end_ids = frozenset(end_ids)
         self.min_new_tokens = min_new_tokens
         self.problem = ""
-        self._automaton = automaton
+        self.automaton = automaton
         self._committed: list[int] = []
-        self._depth = 0  # tokens up to where the automaton stands, drafted ones included
-        self._end_bits = np.zeros_like(self.words)
+        self.depth = 0
+        self.end_bits = np.zeros_like(self.words)
         for token in self.end_ids:
-            self._end_bits[token >> 5] |= bit(token)
+            self.end_bits[token >> 5] |= bit(token)
         self.place = self._look(self.words)
 
     def allows(self, token: int) -> bool:
         """Whether the next output token may be this one."""
         return has_token(self.words, token)
 
-    def ends(self, token: int) -> bool:
-        """Whether this token, drawn where the automaton stands, ends the request. An end id that
-        is drawn earlier, since the grammar leaves nothing else, is a token like any other."""
-        return token in self.end_ids and self._depth + 1 >= self.min_new_tokens
-
     def commit(self, token: int) -> Place:
         """Take an output token (not one that ends the request); where the text stands now."""
         allowed = self.allows(token)
         self._committed.append(token)
-        self._depth += 1
-        if allowed and self._automaton.step(token):
+        self.depth += 1
+        if allowed and self.automaton.step(token):
             self.place = self._look(self.words)
         else:
             self.place = Place.BROKEN
-            self.problem = self._automaton.error or f"token {token} is not allowed here"
+            self.problem = self.automaton.error or f"token {token} is not allowed here"
         return self.place
 
-    def visit(self, token: int, words: Words) -> Place:
-        """Step down to a drafted token that is allowed here, and write the mask of what follows it.
-
-        ENDED and BROKEN leave `words` meaningless.
-        """
-        self._depth += 1
-        if self._automaton.step(token):
-            return self._look(words)
-        return Place.BROKEN
-
-    def leave(self, path: Sequence[int]) -> None:
-        """Go back up to the drafted path that led to the node left. A broken automaton is built
-        anew from the text."""
-        self._depth -= 1
-        if self._automaton.error is None:
-            self._automaton.rollback(1)
-            return
-        self._automaton = self._automaton.restart()
-        for token in (*self._committed, *path):
-            if not self._automaton.step(token):
-                return  # what worked once fails now: the next step down or commit says so
+    def mend(self) -> None:
+        """Build an automaton that broke on a drafted path anew from the text."""
+        if self.automaton.error is not None:
+            self.automaton = self.automaton.restart()
+            for token in self._committed:
+                if not self.automaton.step(token):
+                    return  # what worked once fails now: the next commit says so
 
     def _look(self, words: Words) -> Place:
-        self._automaton.fill(words)
-        self.problem = self._automaton.error or ""
+        self.automaton.fill(words)
+        self.problem = self.automaton.error or ""
         if self.problem:
             return Place.BROKEN
-        may_end = self._automaton.may_end
+        may_end = self.automaton.may_end
         if not words.any():
             self.problem = "" if may_end else "no token of the vocabulary continues the text"
             return Place.ENDED if may_end else Place.BROKEN
-        if may_end and self._depth >= self.min_new_tokens:
-            words |= self._end_bits
+        if may_end and self.depth >= self.min_new_tokens:
+            words |= self.end_bits
         return Place.OPEN
 
 
@@ -154,44 +154,97 @@ class Masked:
     leave their request's grammar."""
 
     words: Words
-    row_of: npt.NDArray[np.int64]
-    legal: npt.NDArray[np.bool_]
+    row_of: Ints
+    legal: Bools
 
 
 def tree_masks(
-    tokens: npt.NDArray[np.int64],
-    parents: npt.NDArray[np.int64],
-    num_nodes: npt.NDArray[np.int64],
-    constraints: Sequence[Constraint | None],
-    pool: Executor | None = None,
+    tokens: Ints, parents: Ints, num_nodes: Ints, constraints: Sequence[Constraint | None]
 ) -> Masked:
     """The masks of all nodes of the requests that have a grammar.
 
     tokens, parents: [B, N], of which a tree's first num_nodes [B] count. constraints: one per tree,
     None for a request without a grammar; each stands at its tree's root and does so again
-    afterwards. The nodes below an illegal one stay free: no walk reaches them. pool: threads for
-    the walks, which spend their time in the grammar engine, outside Python's lock.
+    afterwards. Nodes behind the end of a text and below an illegal one are free: no walk that
+    counts reaches them.
     """
     row_of = np.full(tokens.shape, -1, dtype=np.int64)
+    depths = np.zeros(tokens.shape, dtype=np.int64)
+    turns: list[list[Path]] = []
+    rows, mine = 0, {i: one for i, one in enumerate(constraints) if one is not None}
+    for i, one in mine.items():
+        if num_nodes[i] == 1:
+            row_of[i, 0], rows = rows, rows + 1
+            continue
+        ids = tokens[i].tolist()
+        for turn, path in enumerate(_root_paths(parents[i, : num_nodes[i]].tolist())):
+            for depth, node in enumerate(path):
+                if row_of[i, node] < 0:
+                    row_of[i, node], depths[i, node] = rows + depth, depth
+            if turn == len(turns):
+                turns.append([])
+            turns[turn].append(Path(one, rows, [ids[node] for node in path[1:]]))
+            rows += len(path)
     legal = np.ones(tokens.shape, dtype=np.bool_)
-    walks, width, used = [], 0, 0
-    for i, one in enumerate(constraints):
-        if one is not None:
-            count, width = int(num_nodes[i]), len(one.words)
-            walks.append((i, one, count, used))
-            used += count
-    words = np.empty((used, width), dtype=np.int32)
-
-    def walk(i: int, one: Constraint, count: int, start: int) -> None:
-        found = _Walk(one, tokens[i, :count].tolist(), parents[i, :count].tolist(), words, start)
-        row_of[i, :count], legal[i, :count] = found.row_of, found.legal
-
-    if pool is None or len(walks) < 2:
-        for each in walks:
-            walk(*each)
-    else:
-        list(pool.map(lambda each: walk(*each), walks))
+    if not mine:
+        return Masked(np.zeros((0, 0), dtype=np.int32), row_of, legal)
+    first = next(iter(mine.values()))
+    words = np.zeros((rows, len(first.words)), dtype=np.int32)
+    may_end = np.zeros(rows, dtype=np.bool_)
+    for i, one in mine.items():
+        words[row_of[i, 0]] = one.words  # as it was left when the text was committed
+    for paths in turns:
+        may_end |= first.automaton.fill_along(paths, words)
+        for one in mine.values():
+            one.mend()
+    _judge(tokens, parents, depths, mine, Masked(words, row_of, legal), may_end)
     return Masked(words, row_of, legal)
+
+
+def _root_paths(parents: list[int]) -> list[list[int]]:
+    """The nodes from the root to each leaf of a tree."""
+    inner, paths = set(parents), []
+    for leaf in range(len(parents)):
+        if leaf not in inner:
+            path = [leaf]
+            while path[-1]:
+                path.append(parents[path[-1]])
+            paths.append(path[::-1])
+    return paths
+
+
+def _judge(
+    tokens: Ints,
+    parents: Ints,
+    depths: Ints,
+    constraints: Mapping[int, Constraint],
+    found: Masked,
+    may_end: Bools,
+) -> None:
+    """Let texts end where they may, and find the illegal drafts, level by level: a draft's parent
+    must allow it, and something must follow it unless it ends the text."""
+    words, row_of, legal = found.words, found.row_of, found.legal
+    goes_on = np.bitwise_or.reduce(words, axis=1) != 0
+    ends = np.zeros(tokens.shape, dtype=np.bool_)  # nodes that end the request
+    for i, one in constraints.items():
+        used = row_of[i] >= 0
+        late = one.depth + depths[i] >= one.min_new_tokens
+        last = row_of[i, used & late]
+        words[last[may_end[last] & goes_on[last]]] |= one.end_bits
+        ends[i] = used & late & (depths[i] > 0) & _has(one.end_bits[None], 0, tokens[i])
+    for depth in range(1, int(depths.max(initial=0)) + 1):
+        request, node = np.nonzero((depths == depth) & (row_of >= 0))
+        row, above = row_of[request, node], row_of[request, parents[request, node]]
+        allowed = (above >= 0) & _has(words, above, tokens[request, node])
+        ended = ends[request, node]
+        legal[request, node] = allowed & (ended | goes_on[row] | may_end[row])
+        row_of[request, node] = np.where(allowed & ~ended & goes_on[row], row, -1)
+
+
+def _has(words: Words, row: Ints | int, tokens: Ints) -> Bools:
+    """Whether masks allow tokens, both [n]."""
+    has: Bools = (words[row, tokens >> 5] >> (tokens & 31) & 1).astype(np.bool_)
+    return has
 
 
 def mask_tree(
@@ -223,55 +276,6 @@ def token_masks(tree: TokenTree) -> TokenMasks | None:
     if tree.allowed is None:
         return None
     return TokenMasks(tree.allowed.words, tree.allowed.row_of[tree.used()])
-
-
-class _Walk:
-    """One request's walk. words[start .. end - 1] are its masks, row_of[node] where a node's is."""
-
-    def __init__(
-        self,
-        constraint: Constraint,
-        tokens: Sequence[int],
-        parents: Sequence[int],
-        words: Words,
-        start: int,
-    ) -> None:
-        self.legal = [node == 0 for node in range(len(tokens))]
-        self.row_of = [-1] * len(tokens)
-        self.end = start + 1
-        self._constraint = constraint
-        self._tokens = tokens
-        self._kids: list[list[int]] = [[] for _ in tokens]
-        for node, parent in enumerate(parents[1:], 1):
-            self._kids[parent].append(node)
-        self._words = words
-        self._path: list[int] = []
-        self.row_of[0] = start
-        words[start] = constraint.words
-        self._below(0)
-
-    def _below(self, node: int) -> None:
-        """Visit the children of a node, at which the automaton stands."""
-        mask = self._words[self.row_of[node]]
-        for kid in self._kids[node]:
-            token = self._tokens[kid]
-            if not has_token(mask, token):
-                continue
-            if self._constraint.ends(token):
-                self.legal[kid] = True  # nothing follows
-            else:
-                self._enter(kid, token)
-
-    def _enter(self, kid: int, token: int) -> None:
-        place = self._constraint.visit(token, self._words[self.end])
-        self.legal[kid] = place is not Place.BROKEN
-        if place is Place.OPEN:
-            self.row_of[kid] = self.end
-            self.end += 1
-            self._path.append(token)
-            self._below(kid)
-            self._path.pop()
-        self._constraint.leave(self._path)
 
 
 def has_token(words: Words, token: int) -> bool:

@@ -80,7 +80,7 @@ def path_to(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[in
 def scratch(constraint: Constraint, path: Sequence[int]) -> Counting | None:
     """An automaton that took the committed text and then the path; None where it leaves the
     grammar or goes on after an end."""
-    automaton = constraint._automaton.restart()
+    automaton = constraint.automaton.restart()
     assert isinstance(automaton, Counting)
     for token in constraint._committed:
         assert automaton.step(token)
@@ -185,9 +185,9 @@ def test_a_draft_that_is_too_hard_to_follow_is_dropped_and_the_text_is_found_aga
     constraint = committed(Counting(4, 9), 2, rng, [EOS])
     first = after(constraint, [])
     breaking = first[0]
-    constraint._automaton = Counting(4, 9, frozenset([breaking]))
+    constraint.automaton = Counting(4, 9, frozenset([breaking]))
     for token in constraint._committed:
-        constraint._automaton.step(token)
+        constraint.automaton.step(token)
     second = next(t for t in after(constraint, [first[1]]) if t not in (breaking, EOS))
     tree = TokenTree(
         tokens=torch.tensor([[7, breaking, first[1], second, first[2]]]),
@@ -196,8 +196,8 @@ def test_a_draft_that_is_too_hard_to_follow_is_dropped_and_the_text_is_found_aga
     )
     masked = mask_tree(tree, [constraint])
     assert paths(masked, 0) == [[], [first[1]], [first[1], second], [first[2]]]
-    assert isinstance(constraint._automaton, Counting)
-    assert constraint._automaton.restarts == 1
+    assert isinstance(constraint.automaton, Counting)
+    assert constraint.automaton.restarts == 1
     assert constraint.commit(first[1]) is Place.OPEN
     assert constraint.commit(second) is Place.OPEN
     assert listed(constraint.words) == after(constraint, [])

@@ -8,9 +8,7 @@ the masks of grammars alone (`resume`).
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -57,7 +55,6 @@ from sgl_spec.speculative.simulate import SimulatedRule
 logger = logging.getLogger(__name__)
 
 _BLEND = 1 / 16  # weight of the newest masked round in what the device waits for masks
-_WALKERS = 8  # threads that walk grammars
 
 
 class DeviceWorker:
@@ -102,7 +99,6 @@ class DeviceWorker:
         self._rounds_under_way = 0
         self._later: list[Callable[[], object]] | None = None  # what makes rounds to be captured
         self._last: Stopwatch | None = None  # of the batch launched last, if it was a round
-        self._walkers = ThreadPoolExecutor(min(_WALKERS, os.cpu_count() or 1), "grammar-walk")
         self._mask_wait_ms: float | None = None
         self._prefills = Prefills(self.parts, rounds, prefill_rows)
         self._sampling: RowSampling | None = None  # for a drafter on the host
@@ -215,7 +211,7 @@ class DeviceWorker:
         trees = launched.drafted.wait().numpy()
         nodes = trees.shape[1] // 2
         drafted = (trees[:, :nodes], trees[:, nodes:-1], trees[:, -1])
-        found = tree_masks(*drafted, self._constraints_of(launched.rows), self._walkers)
+        found = tree_masks(*drafted, self._constraints_of(launched.rows))
         masks.send(found.words, found.row_of)
         masked = self._mark()
         launched.planned.replayed.run(FINISH)
@@ -342,7 +338,7 @@ class DeviceWorker:
         known = self._constraints_of(batch.rows)
         ends = [one if end else None for one, end in zip(known, batch.finals, strict=True)]
         roots = np.zeros((len(known), 1), dtype=np.int64)
-        return tree_masks(roots, roots - 1, roots[:, 0] + 1, ends, self._walkers)
+        return tree_masks(roots, roots - 1, roots[:, 0] + 1, ends)
 
     # --- rounds -----------------------------------------------------------------------------------
 
