@@ -323,5 +323,8 @@ class TestOtherRoutes:
         assert grown["sglang:spec_verify_calls_total"] > 0
         for name in ("num_running_reqs", "num_queue_reqs", "token_usage", "gen_throughput"):
             assert after[f"sglang:{name}"] == 0
+        text = server.client.get("/metrics").text
+        assert 'sglang:finished_requests_total{finish_reason="length"' in text
+        assert 'sglang:http_responses_total{endpoint="/generate",method="POST"' in text
         assert "sglang:cache_hit_rate" in after
         assert "sglang:spec_accept_length" in after

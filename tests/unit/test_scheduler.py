@@ -230,6 +230,9 @@ def test_a_full_queue_refuses_by_name_and_keeps_the_rest() -> None:
     assert refused == ["3", "4"], "one may run and two may wait"
     assert rig.ends["3"].finish.message == "The request queue is full."
     assert (rig.counters.requests, rig.counters.refused, rig.counters.aborted) == (5, 2, 0)
+    waits = [rig.ends[rid].queued_s for rid in "01234"]
+    assert waits[3:] == [None, None]
+    assert 0 <= waits[0] < waits[1] < waits[2]
 
 
 def test_streams_report_every_interval_and_the_first_token_at_once() -> None:
