@@ -304,7 +304,7 @@ class TestOtherRoutes:
             reply = server.client.get("/metrics")
             assert reply.headers["content-type"].startswith("text/plain")
             lines = [line for line in reply.text.splitlines() if not line.startswith("#")]
-            return {line.split("{")[0]: float(line.split()[-1]) for line in lines}
+            return {line.split("{")[0].split()[0]: float(line.split()[-1]) for line in lines}
 
         before = scrape()
         tokens = 0
