@@ -85,9 +85,15 @@ class OpenAI(Settings):
     min_tokens: request.MinTokens = Field(0, description="`min_new_tokens`")
     stream: bool = Field(False, description="server-sent events")
     stream_options: StreamOptions = Field(
-        default_factory=StreamOptions, description="what a stream tells of usage"
+        default_factory=StreamOptions,
+        description="`include_usage`: one event with it at the end; `continuous_usage_stats`: "
+        "in every event",
     )
-    response_format: ResponseFormat | None = Field(None, description="constrained output")
+    response_format: ResponseFormat | None = Field(
+        None,
+        description='`{"type": "text"}`, `{"type": "json_object"}` or `{"type": "json_schema", '
+        '"json_schema": {"schema": ...}}`',
+    )
     return_spec_tokens_details: bool = Field(False, description="what speculation reports")
     return_meta_info: bool = Field(False, description="what speculation reports")
     user: Label = None

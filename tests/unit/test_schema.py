@@ -4,6 +4,7 @@ docs/http.md tells every field with its default, and no other."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import time
@@ -80,6 +81,7 @@ FIELDS = [
 ]
 
 
+@functools.cache
 def models(model: type[Body]) -> Draft202012Validator:
     document = model.model_json_schema()
     Draft202012Validator.check_schema(document)
