@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from sgl_spec.engine.batch import DecodeBatch
+from sgl_spec.engine.control import Controller, Decision, Load
 from sgl_spec.engine.cuda.costs import DeviceCosts, TreeShapes
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
 from sgl_spec.engine.cuda.round import (
@@ -124,13 +125,14 @@ class NgramRounds(ShapedRounds):
         self.drafter.sync()
         requests = len(batch.rows)
         padded = self.rounds.padded(requests, masked=kind.masked)
-        size, rows = self.sizes.choose(requests, padded)
+        size, rows, decision = self.sizes.choose(requests, padded, kind)
         replayed = self.round_of(size, rows, kind)
         program = replayed.program
         assert isinstance(program, Round)
         trees = program.source
         assert isinstance(trees, NgramTrees)
-        return Planned(replayed, facts=trees.drafts.facts[:requests])
+        facts, timed = trees.drafts.facts[:requests], decision is not None
+        return Planned(replayed, facts=facts, timed=timed, decision=decision)
 
     def round_of(self, size: int, rows: int, kind: RoundKind) -> Replayed:
         """See `ShapedRounds`."""
@@ -148,41 +150,61 @@ class NgramRounds(ShapedRounds):
         """See `RoundSource`."""
         assert launched.facts is not None
         facts = launched.facts.wait()
-        self.sizes.note(scores(facts)[:, 1:].numpy())
+        emitted, decision = int(given[:, 0].sum()), launched.planned.decision
+        self.sizes.found(scores(facts)[:, 1:].numpy())
+        if decision is not None and launched.watch is not None:
+            self.sizes.controller.note(decision, len(facts), emitted, launched.watch.ms())
         verified, found = facts[:, 0] - 1, int((facts[:, 1:2] < BARRED).sum())
         if not launched.forced:
-            emitted = int(given[:, 0].sum())
             self.drafter.note(int(verified.sum()), emitted, len(facts), found)
         counts: list[int] = verified.tolist()
         return counts
 
+    def flush(self) -> None:
+        """See `RoundSource`."""
+        self.sizes.controller.clear()
+
+    def stats(self) -> dict[str, float]:
+        """See `Controller.stats`: option 0 drafts nothing, the others verify more and more rows."""
+        return self.sizes.controller.stats()
+
 
 class RoundSizes:
-    """How many rows rounds verify: as many as give the most tokens a second, by what the drafts of
-    the rounds before promised. costs: None verifies every draft."""
+    """How many rows rounds verify: as many as the controller finds best, by what the drafts of the
+    rounds before promised. costs: None verifies every draft."""
 
     def __init__(self, shapes: TreeShapes, costs: DeviceCosts | None) -> None:
         self.shapes, self.costs = shapes, costs
+        self._most = max((len(shapes.rows(size)) for size in shapes.sizes), default=0)
+        self.controller = Controller((0.0, *[1.0] * self._most))
         self._gains: dict[int, FloatArray] = {}
 
-    def choose(self, batch: int, padded: int) -> tuple[int, int]:
+    def choose(self, batch: int, padded: int, kind: RoundKind) -> tuple[int, int, Decision | None]:
         """Batch size and rows of the round for so many requests. padded: the size of a round
         without drafts."""
         size = next((size for size in self.shapes.sizes if size >= batch), None)
         if size is None:
-            return padded, padded * self.shapes.most_nodes
+            return padded, padded * self.shapes.most_nodes, None
         rows = self.shapes.rows(size)
         if self.costs is None:
-            return size, rows[-1]
+            return size, rows[-1], None
+        load = Load(padded, (size, kind))
+        self.controller.know(load, 0, self.costs.ms(padded, padded))
+        for option, count in enumerate(rows, 1):
+            self.controller.know(load, option, self.costs.ms(size, count))
+        expected = [0.0, *self._expected(size), *[0.0] * (self._most - len(rows))]
+        decision = self.controller.choose(load, range(len(rows) + 1), expected)
+        if not decision.option:
+            return padded, padded, decision
+        return size, rows[decision.option - 1], decision
+
+    def _expected(self, size: int) -> list[float]:
+        """[counts of rows] tokens that drafts are expected to give a request."""
         if size not in self._gains:
             chain = _FIRST * _NEXT ** np.arange(self.shapes.most_nodes - 1)
             self._gains[size] = self._gains_of(size, np.tile(chain, (size, 1)))
-        expected = batch * (1 + self._gains[size])
-        rates = expected / np.array([self.costs.ms(size, count) for count in rows])
-        best = int(rates.argmax())
-        if batch / self.costs.ms(padded, padded) > rates[best]:
-            return padded, padded
-        return size, rows[best]
+        gains: list[float] = self._gains[size].tolist()
+        return gains
 
     def _gains_of(self, size: int, chances: FloatArray) -> FloatArray:
         """[counts of rows] tokens that drafts are expected to give a request: those of the best
@@ -193,7 +215,7 @@ class RoundSizes:
         gains: FloatArray = total[np.minimum(budgets, falling.size)] / max(1, len(chances))
         return gains
 
-    def note(self, chances: FloatArray) -> None:
+    def found(self, chances: FloatArray) -> None:
         """What the trees of a round were like; see `_gains_of`."""
         size = next((size for size in self.shapes.sizes if size >= len(chances)), None)
         if size is None or self.costs is None:
