@@ -244,9 +244,9 @@ def _best_places(
     worth = matched
     if BY_COUNT:
         token = tl.load(log + place)
-        again = tl.load(log + tl.reshape(place, (1, GRAMS * WAYS)))
-        live = tl.reshape(matched, (1, GRAMS * WAYS)) > 0
-        worth = matched * 128 + tl.sum(((token[:, None] == again) & live).to(tl.int64), 1)
+        again = tl.where(matched > 0, token, -1)
+        same = token[:, None] == again[None, :]
+        worth = matched * 128 + tl.sum(same.to(tl.int32), 1)
     key = ((worth * 2 + own.to(tl.int64)) << 32) + (place - end + log_size) % log_size
     key = tl.where(matched > 0, key, 0)
     slot = tl.arange(0, PLACES)

@@ -81,6 +81,15 @@ class World:
             same(self.index, expected)
         self.lengths += torch.where(self.rows == self.filler, 0, counts)
 
+    def borrow(self) -> None:
+        """The filler stands where the first text does, and a text that stood there before has left
+        the place behind its end in the records that its end is looked up in."""
+        starts, end = self.index.starts, self.index.starts[:1] + self.lengths[:1]
+        starts[self.filler], self.lengths[self.filler] = starts[0], self.lengths[0]
+        found = ngram_ref._records(twin(self.index), end.cpu().numpy(), starts[:1].cpu().numpy())
+        self.index.table[torch.from_numpy(found).flatten()] = int(end)
+        self.index.log[int(end)] = 2
+
 
 def world(batch: int, nodes: int, vocab: int, *, longest: int, by_count: bool) -> World:
     span = 3 * 40 + 4 * nodes
@@ -100,6 +109,7 @@ def world(batch: int, nodes: int, vocab: int, *, longest: int, by_count: bool) -
 def check_trees(batch: int, nodes: int, vocab: int, longest: int, by_count: bool) -> None:
     """Trees, what is learned of them, and the rows that verify them."""
     made = world(batch, nodes, vocab, longest=longest, by_count=by_count)
+    made.borrow()
     most = torch.randint(1, nodes + 2, (batch,), device=DEVICE)
     trees, index = ngram_drafts(batch, nodes, DEVICE), twin(made.index)
     expected = twin(trees)

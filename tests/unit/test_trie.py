@@ -203,7 +203,7 @@ def test_trees_are_those_of_a_dictionary(
     """Texts of few tokens, so that all suffixes are known many times; appended in turns."""
     both = Both(3, by_count=by_count, longest=longest)
     if breadth:
-        both.index.breadth[4:] = breadth
+        both.index.breadth[2:] = breadth
     both.append({row: [row, 3, row] for row in range(3)})
     for new in rounds:
         both.append(new)
@@ -222,6 +222,16 @@ def test_a_record_that_is_full_keeps_a_place_in_each_way() -> None:
     found = paths(both.propose([0], [NODES]), 0)
     assert found == both.oracle.tree(0, both.index, NODES)
     assert len([path for path in found if len(path) == 1]) > 1
+
+
+def test_a_text_is_not_continued_at_its_own_end() -> None:
+    """A longer text that stood in the same place has left records that name the end of this one."""
+    both = Both(1)
+    both.append({0: [1, 2, 3, 4, 5]})
+    end = np.array([FIRST + 5])
+    both.index.table[ngram_ref._records(both.index, end, np.array([FIRST])).flatten()] = int(end[0])
+    both.index.log[FIRST + 5 : FIRST + 8] = 7
+    assert both.propose([0], [NODES]).drafted.tolist() == [1]
 
 
 def test_judging_counts_what_was_right_behind_what_was_right() -> None:
