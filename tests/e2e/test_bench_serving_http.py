@@ -45,7 +45,8 @@ def check(level: dict[str, Any], concurrency: int, requests: int) -> None:
     assert level["output_tokens"] == requests * TOKENS
     assert level["tokens_per_s"] == pytest.approx(requests * TOKENS / level["seconds"])
     assert 0 < level["ttft_ms"]["p50"] <= level["ttft_ms"]["p99"] < level["seconds"] * 1e3
-    assert level["itl_ms"]["mean"] == pytest.approx(level["tpot_ms"]["mean"], rel=0.5)
+    # A first chunk of several tokens counts for the one alone.
+    assert 0 < level["tpot_ms"]["mean"] <= level["itl_ms"]["mean"] * 1.001
     assert level["tokens_per_chunk"] >= 1
     assert level["accept_length"] >= 1
     assert level["simulated"] is None
