@@ -198,6 +198,8 @@ def tree_masks(
         for one in mine.values():
             one.mend()
     _judge(tokens, parents, depths, mine, Masked(words, row_of, legal), may_end)
+    used = row_of >= 0  # paths that share their beginning have it twice
+    words, row_of[used] = words[row_of[used]], np.arange(used.sum())
     return Masked(words, row_of, legal)
 
 

@@ -130,6 +130,9 @@ def test_masks_of_all_nodes_are_those_of_their_root_paths(seed: int) -> None:
             assert (listed(masked.allowed.words[row].numpy()) if row >= 0 else []) == expected
         assert before[i] is not None
         assert np.array_equal(one.words, before[i][0]), "the walk moved the mask of the root"
+    if masked.allowed is not None:
+        rows = len(masked.allowed.words)
+        assert rows <= int(tree.num_nodes.sum()), "a device has room for a mask a node"
     again = mask_tree(tree, constraints)
     assert [paths(again, i) for i in range(4)] == [paths(masked, i) for i in range(4)]
 
