@@ -65,7 +65,7 @@ def resolve_draft(draft_path: str, revision: str | None = None) -> Path:
     if not (directory / "config.json").is_file():
         raise ConfigError(f"{_DRAFT_FLAG} {draft_path}: {directory} has no config.json.")
     if not any(directory.glob("*.safetensors*")) and not any(directory.glob("*.bin*")):
-        _add_bin_files(draft_path, revision, directory)
+        _add_bin_files(draft_path, revision)
     return directory
 
 
@@ -127,7 +127,7 @@ def _resolve(
     return _snapshot(flag, path, revision, files)
 
 
-def _add_bin_files(draft_path: str, revision: str | None, directory: Path) -> None:
+def _add_bin_files(draft_path: str, revision: str | None) -> None:
     """Heads that are published without safetensors, from the hub."""
     if not Path(draft_path).expanduser().is_dir() and draft_path.lower() not in SHIPPED:
         _snapshot(_DRAFT_FLAG, draft_path, revision, _BIN_FILES)

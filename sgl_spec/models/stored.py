@@ -197,9 +197,6 @@ class DummyWeights:
         return torch.cat([self(name) for name in names])
 
 
-WeightsOrDummy = StoredWeights | DummyWeights
-
-
 def resolve_dtype(asked: str, stored: Callable[[], str], device: str) -> torch.dtype:
     """The dtype that "auto" (float32 on a CPU, `stored()` elsewhere) or a name stands for."""
     if asked == "auto":

@@ -101,13 +101,6 @@ class Rounds:
         """Whether rounds are captured at all."""
         return self._pool is not None
 
-    def forget(self) -> None:
-        """Drop all rounds: they are made again when they are needed. The pool of graphs that are
-        gone cannot be used again."""
-        self._made.clear()
-        if self._pool is not None:
-            self._pool = torch.cuda.graph_pool_handle()
-
     def __len__(self) -> int:
         return len(self._made)
 

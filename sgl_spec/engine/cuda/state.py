@@ -43,11 +43,6 @@ _FIELDS = _INTS + 1 + 5
 _GREEDY = SamplingParams(temperature=0.0, seed=0)
 
 
-def row_bytes(vocab: int) -> int:
-    """Device memory of one row."""
-    return vocab * (1 + 4 + 4) + 4 * MAX_LOGPROB_IDS
-
-
 class _Block:
     """The parameters within a block of [13, rows] words; float32 in the first half of theirs."""
 
