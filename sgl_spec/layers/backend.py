@@ -43,15 +43,6 @@ class Backend:
         return self.name == "triton"
 
 
-def prefill_attention(backend: Backend) -> Literal["triton", "sdpa", "flashinfer"]:
-    """Whose attention the causal chunks of a prefill get, on the fused path.
-
-    triton: the kernel that runs trees as well. sdpa: torch's own, request by request over gathered
-    keys, with the lengths read back. flashinfer: as named.
-    """
-    return "flashinfer" if backend.name == "flashinfer" else "triton"
-
-
 def kernels_for(device: torch.device, name: str | None = None) -> Kernels:
     """The kernels that run on `device` with `--attention-backend` name (None: not given).
 

@@ -33,7 +33,7 @@ class FlashInferAttention:
     def reserve(self, max_batch: int, max_q_len: int) -> None:
         """The work space is of one size."""
 
-    def plan(self, batch: AttnBatch, max_q_len: int) -> Attend:
+    def plan(self, batch: AttnBatch) -> Attend:
         """See `Attention.plan`. Waits for the device."""
         heads, causal = self._heads, batch.mask_words is None
         lens = kv_lens(batch)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sgl_spec.layers.backend import Backend
 from sgl_spec.layers.context import AttnBatch, ForwardBatch
-from sgl_spec.layers.device_attention import Attend, DeviceAttention, Heads, is_capturing
+from sgl_spec.layers.device_attention import Attend, Heads, attention_of, is_capturing
 from sgl_spec.layers.linear import Linear
 from sgl_spec.layers.norm_rope import rotary_tables
 from sgl_spec.layers.wanted import only, shared_by_layer
@@ -68,7 +68,7 @@ class FusedLayers:
     ) -> None:
         group = config.num_heads // config.num_kv_heads
         heads = Heads(config.num_kv_heads, group, config.head_dim, dtype, device)
-        self._attention = DeviceAttention(backend, heads)
+        self._attention = attention_of(backend, heads)
         self._device = device
         self._context = config.context_length
         self._inv_freq = inverse_frequencies(config.rope, config.head_dim).to(device)

@@ -152,7 +152,7 @@ def test_work_space_is_reserved_and_stays(tiny: Path) -> None:
     model.reserve(3, 9, positions=100)
 
     def space() -> list[Tensor]:
-        works = fused._attention._trees._works
+        works = fused._attention._works
         parts = [part for work in works for part in (work.part, work.stats)]
         return [*parts, *(table for tables in fused._tables for table in tables)]
 

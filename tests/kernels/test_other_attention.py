@@ -1,4 +1,4 @@
-"""The attentions that can stand in for our kernel on the fused path: FlashInfer's, torch's own."""
+"""FlashInfer's attention, which can stand in for our kernel on the fused path."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from model_runs import Piece, Run
 from tiny import make_tiny
 from torch import Tensor
 
-from sgl_spec.layers import device_attention
 from sgl_spec.layers.backend import Backend
-from sgl_spec.layers.device_attention import DeviceAttention
+from sgl_spec.layers.device_attention import attention_of
 from sgl_spec.models.decoder import Decoder
 from sgl_spec.models.loader import load_model
 
@@ -85,7 +84,7 @@ def use(model: Decoder, name: str) -> None:
     """Another backend's attention in a model that is there."""
     fused = model.stack.fused
     assert fused is not None
-    fused._attention = DeviceAttention(Backend(name, "triton"), fused._attention._trees._heads)
+    fused._attention = attention_of(Backend(name, "triton"), fused._attention._heads)
 
 
 @INTERPRETED
@@ -119,14 +118,6 @@ def test_flashinfer_under_a_growing_tree(flashinfer: None, tiny: Path) -> None:
     torch.testing.assert_close(found[1], found[0], **NEAR)
 
 
-@INTERPRETED
-@pytest.mark.usefixtures("few_programs")
-def test_torchs_own_for_chunks(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_attention, "prefill_attention", lambda backend: "sdpa")
-    plain, fused = both(tiny)
-    compare(plain, fused, [*CHUNKS, *TREES])
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="not installed")
 def test_flashinfer_on_the_gpu(tmp_path: Path) -> None:
@@ -135,14 +126,6 @@ def test_flashinfer_on_the_gpu(tmp_path: Path) -> None:
     half = load_model(directory, device="cuda", dtype="bfloat16", attention_backend="flashinfer")
     assert (half.kernels, half.backend.capturable) == ("triton", False)
     check_half(exact, half)
-
-
-@pytest.mark.gpu
-def test_torchs_own_on_the_gpu(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_attention, "prefill_attention", lambda backend: "sdpa")
-    compare(*both(tiny, "cuda", dtype="float32"), [*CHUNKS, *TREES])
-    exact = load_model(tiny, device="cuda", dtype="float32", attention_backend="torch")
-    check_half(exact, load_model(tiny, device="cuda", dtype="bfloat16"))
 
 
 def check_half(exact: Decoder, half: Decoder) -> None:
