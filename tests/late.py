@@ -43,8 +43,6 @@ class LateWorker:
         kv: KVCache,
         table: SlotTable,
         *,
-        page_size: int,
-        rename_slots: bool,
         drafter: Drafter | None,
         ahead: Callable[[Req], bool] = lambda _: True,
         haste: float = 0.0,
@@ -56,8 +54,6 @@ class LateWorker:
             model,  # type: ignore[arg-type]
             kv,
             SlotTable(table.num_rows, table.width),
-            page_size=page_size,
-            rename_slots=False,
             drafter=drafter,
         )
         self.committed = np.zeros(table.num_rows, np.int64)

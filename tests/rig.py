@@ -35,7 +35,6 @@ class Rig:
         chunk: int = 16,
         use_cache: bool = True,
         spread: float = 6.0,
-        rename: bool = True,
         worker: Callable[..., Runner] = Worker,
         **limits: object,
     ) -> None:
@@ -60,8 +59,6 @@ class Rig:
             self.model,
             kv,
             self.slots.table,
-            page_size=page,
-            rename_slots=rename,
             drafter=self.drafter,
         )
         self.counters = EngineCounters()

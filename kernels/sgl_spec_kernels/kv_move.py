@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -23,3 +24,28 @@ def move_kv_rows(k: Tensor, v: Tensor, sources: Tensor, targets: Tensor) -> None
     """
     for cache in (k, v):
         cache.index_copy_(1, targets, cache.index_select(1, sources))
+
+
+def move_path(
+    k: Tensor,
+    v: Tensor,
+    req_to_token: Tensor,
+    rows: Tensor,
+    committed: Tensor,
+    path: Tensor,
+    counts: Tensor,
+) -> None:
+    """Bring the KV of the accepted path of every tree to the front of its positions, in place.
+
+    Node i of a tree lies at logical position committed + i; afterwards the KV of node path[:, j]
+    is at committed + j for j < counts. The table stays.
+
+    k, v: [num_layers, num_slots, num_kv_heads, head_dim]. req_to_token: [table rows, width] int32.
+    rows, committed, counts: [B] int64, counts >= 1. path: [B, W] int64, path[:, 0] = 0 and
+    path[:, :counts] rises.
+    """
+    step = torch.arange(path.shape[1], device=path.device)
+    request, to = ((step < counts[:, None]) & (path != step)).nonzero(as_tuple=True)
+    row, start = rows[request], committed[request]
+    sources, targets = (req_to_token[row, start + node] for node in (path[request, to], to))
+    move_kv_rows(k, v, sources.long(), targets.long())

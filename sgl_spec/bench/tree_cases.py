@@ -27,7 +27,6 @@ def tree_cases() -> Iterator[Case]:
         for width in (shapes.DRAFT_VOCAB, shapes.VOCAB):
             yield topk(batch, width)
         yield trees(batch)
-        yield compaction(batch)
         yield moving(batch)
         for warm in (False, True):
             yield walk(batch, warm=warm)
@@ -103,18 +102,6 @@ def _paths(batch: int) -> tuple[Tensor, Tensor]:
     """Three accepted tokens of trees of 8."""
     path = torch.tensor([0, 2, 5, 0, 0, 0, 0, 0], device=shapes.DEVICE).repeat(batch, 1)
     return path, torch.full_like(path[:, 0], 3)
-
-
-def compaction(batch: int) -> Case:
-    """Renaming the slots of trees of 8."""
-
-    def prepare() -> Call:
-        rows = _numbers(batch)
-        table = torch.randint(4096, (batch, 64), dtype=torch.int32, device=shapes.DEVICE)
-        (path, counts), zero = _paths(batch), rows * 0
-        return lambda: compact.rename_slots(table, rows, zero, path, counts, 8)
-
-    return Case(f"rename slots x {batch}", batch * (8 * 8 + 64 + 24), prepare)
 
 
 def moving(batch: int, layers: int = 32) -> Case:

@@ -145,8 +145,6 @@ class Engine:
                 self.model,
                 kv,
                 table,
-                page_size=args.page_size,
-                rename_slots=False,
                 drafter=self.drafter,
                 asked=self._asked(kv, rows),
                 rule=self.rule,

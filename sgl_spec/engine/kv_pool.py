@@ -93,10 +93,9 @@ class SlotTable:
     """`req_to_token`: the slot of each logical position of each request row.
 
     `host` [num_rows, width] is the authority; `device` is what forwards read. Without scratch slots
-    the two are one memory, so that the compaction the worker does on `device` needs no replay on
-    `host`. With them `device` [num_rows + 1, width] lies on a device of its own and says what
-    `host` said at the last `sync`. Its last row, `filler`, belongs to nobody and names the scratch
-    slots alone, those behind the pool's: what pads a batch writes there.
+    the two are one memory. With them `device` [num_rows + 1, width] lies on a device of its own and
+    says what `host` said at the last `sync`. Its last row, `filler`, belongs to nobody and names
+    the scratch slots alone, those behind the pool's: what pads a batch writes there.
     """
 
     def __init__(
@@ -163,29 +162,3 @@ class SlotTable:
         written = np.stack((place, self.host.reshape(-1)[place]))
         at, slots = on_device(written, self.device.device)
         self.device.view(-1).index_copy_(0, at, slots.to(torch.int32))
-
-
-def compact_slots(
-    table: Tensor, rows: Tensor, committed: Tensor, path: Tensor, counts: Tensor, width: int
-) -> tuple[Tensor, Tensor]:
-    """Where each tree position's row goes when the accepted path moves to the front.
-
-    A tree's node i lies at logical position committed + i. The nodes of path[:, :counts] go, in
-    order, to committed, committed + 1, ...; the others follow in ascending order, so the result is
-    a permutation.
-
-    table: [rows, width_of_table] int32. rows, committed, counts: [B]. path: [B, W]. width: N.
-    Returns (positions [B, N], order [B, N]): new position committed + j takes what was at
-    committed + order[:, j].
-    """
-    batch = rows.shape[0]
-    node = torch.arange(width, device=table.device)
-    rank = (node + width).expand(batch, width).clone()
-    step = torch.arange(path.shape[1], device=table.device)
-    kept = step[None, :] < counts[:, None]
-    # A scatter that ignores the entries past counts: they are sent to a spare last column.
-    target = torch.where(kept, path, torch.full_like(path, width))
-    rank = torch.cat([rank, torch.zeros_like(rank[:, :1])], dim=1)
-    rank.scatter_(1, target, step.expand(batch, -1).contiguous())
-    order = rank[:, :width].argsort(dim=1)
-    return committed[:, None] + node[None, :], order

@@ -33,7 +33,7 @@ from sgl_spec.engine.batch import (
 )
 from sgl_spec.engine.control import Decision
 from sgl_spec.engine.following import Follower
-from sgl_spec.engine.kv_pool import SlotTable, compact_slots
+from sgl_spec.engine.kv_pool import SlotTable
 from sgl_spec.engine.logprobs import LogprobReader, PerRequest
 from sgl_spec.engine.req import Req
 from sgl_spec.engine.row_sampling import RowSampling
@@ -50,7 +50,6 @@ from sgl_spec.speculative.rules import AcceptanceRule, FollowRule
 from sgl_spec.speculative.sampling import TokenMasks
 from sgl_spec.speculative.topology import Topology
 from sgl_spec.speculative.tree import AcceptResult, TokenTree, narrow, root_only
-from sgl_spec_kernels.kv_move import move_kv_rows
 
 if TYPE_CHECKING:
     from sgl_spec.models.decoder import Decoder
@@ -78,10 +77,8 @@ class Worker:
     """Runs prefill chunks and speculation rounds for the scheduler.
 
     drafter None, or a batch without draft budget: trees are root-only and a round is plain
-    decoding. rename_slots: compact accepted paths by permuting slot ids instead of moving KV (pages
-    of one slot only); it leaves a request's slots out of order. asked: decides what is
-    drafted; None verifies whatever is proposed. rule: how drafts are accepted; topology: the shape
-    that sampled trees must have, where the rule asks for them.
+    decoding. asked: decides what is drafted; None verifies whatever is proposed. rule: how drafts
+    are accepted; topology: the shape that sampled trees must have, where the rule asks for them.
     """
 
     def __init__(
@@ -90,8 +87,6 @@ class Worker:
         kv: KVCache,
         table: SlotTable,
         *,
-        page_size: int,
-        rename_slots: bool = True,
         drafter: Drafter | None = None,
         asked: AskedDrafts | None = None,
         rule: AcceptanceRule | None = None,
@@ -101,7 +96,6 @@ class Worker:
         self.device = model.device
         self.kv = kv
         self.table = table
-        self.rename_slots = rename_slots and page_size == 1 and not table.mirrored
         self.drafter = drafter
         self.follower = Follower(model, kv, drafter)
         self.asked = asked
@@ -357,28 +351,15 @@ class Worker:
     def _keep_path(
         self, rows: Tensor, committed: Tensor, width: int, accepted: AcceptResult
     ) -> None:
-        """Bring the accepted path to the front of the tree's positions: by renaming slots where a
-        page is one slot and it is wanted, else by moving KV rows."""
+        """Bring the KV of the accepted path to the front of the tree's positions."""
         if width == 1:
             return
         if self.model.kernels == "triton":
             from sgl_spec_kernels.compact import move_path  # a CPU server needs no triton
-
-            path, counts = accepted.path.contiguous(), accepted.counts
-            move_path(self.kv.k, self.kv.v, self.table.device, rows, committed, path, counts)
-            return
-        positions, order = compact_slots(
-            self.table.device, rows, committed, accepted.path, accepted.counts, width
-        )
-        slots = self.table.device[rows[:, None], positions]
-        moved = slots.gather(1, order)
-        if self.rename_slots:
-            self.table.device[rows[:, None], positions] = moved
-            return
-        kept = torch.arange(width, device=self.device)[None, :] < accepted.counts[:, None]
-        kept &= moved != slots
-        if bool(kept.any()):
-            move_kv_rows(self.kv.k, self.kv.v, moved[kept].long(), slots[kept].long())
+        else:
+            from sgl_spec_kernels.kv_move import move_path
+        path, counts = accepted.path.contiguous(), accepted.counts
+        move_path(self.kv.k, self.kv.v, self.table.device, rows, committed, path, counts)
 
     def _output(
         self, draft: DraftBatch, tree: TokenTree, accepted: AcceptResult, logprobs: PerRequest

@@ -183,7 +183,6 @@ def draft(dtype: torch.dtype) -> None:
         tree_build.build_tree(tree, state, ints, steps, committed_lens=ints, **where)
     kv, path = torch.zeros(2, 32, 9, 8, 128, dtype=dtype), torch.zeros(2, 6, dtype=torch.int64)
     compact.move_path(kv[0], kv[1], table, ints, ints, path, ints)
-    compact.rename_slots(table, ints, ints, path, ints, 8)
 
 
 def sampling(dtype: torch.dtype) -> None:

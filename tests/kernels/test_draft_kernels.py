@@ -13,7 +13,7 @@ from sgl_spec.speculative.noise import Stream, exponential, noise_bits, row_keys
 from sgl_spec.speculative.propose import draw_siblings
 from sgl_spec.speculative.ranking import Ranking
 from sgl_spec.speculative.sampling import SamplingRows, build_rows
-from sgl_spec_kernels import compact, draft_topk, tree_build
+from sgl_spec_kernels import compact, draft_topk, kv_move, tree_build
 from sgl_spec_kernels.draft_topk import topk_work
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -218,13 +218,9 @@ def check_compact(batch: int, nodes: int, width: int) -> None:
     k, v = torch.randn(2, 2, table.numel(), 2, 80, device=DEVICE)
     mine, twin = (k.clone(), v.clone()), (k, v)
     compact.move_path(*mine, table, rows, committed, path, counts)
-    compact.move_path_ref(*twin, table, rows, committed, path, counts)
+    kv_move.move_path(*twin, table, rows, committed, path, counts)
     assert torch.equal(mine[0], twin[0])
     assert torch.equal(mine[1], twin[1])
-    tables = table.clone(), table
-    compact.rename_slots(tables[0], rows, committed, path, counts, nodes)
-    compact.rename_slots_ref(tables[1], rows, committed, path, counts, nodes)
-    assert torch.equal(*tables)
 
 
 def check_noise() -> None:

@@ -50,7 +50,6 @@ def test_every_case_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         tree_cases.topk(1, 24),
         tree_cases.topk(1, 40),
         tree_cases.trees(1),
-        tree_cases.compaction(2),
         tree_cases.moving(2, layers=1),
         tree_cases.ends(2),
         tree_cases.walk(1, warm=False),
