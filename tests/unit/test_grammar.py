@@ -16,9 +16,10 @@ from rig import NODES, Rig
 from sgl_spec.engine.compiling import Compiling
 from sgl_spec.engine.grammar_jobs import GrammarJobs
 from sgl_spec.request import SamplingParams
+from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.grammar import Constraint, Place, mask_tree, token_masks
-from sgl_spec.speculative.prune import CostTable, prune
+from sgl_spec.speculative.prune import CostTable, choose, keep_nodes
 from sgl_spec.speculative.rules import make_rule
 from sgl_spec.speculative.sampling import build_rows
 from sgl_spec.speculative.topology import topology
@@ -148,7 +149,9 @@ def test_masks_follow_their_nodes_through_pruning(seed: int) -> None:
     rng = random.Random(seed)
     constraints = some_constraints(rng, 3)
     masked = mask_tree(some_tree(rng, constraints, 10), constraints)
-    pruned = narrow(prune(masked, CostTable(rows=(1, 100), ms=(1.0, 6.0 + seed % 40))))
+    table = CostTable(rows=(1, 100), ms=(1.0, 6.0 + seed % 40))
+    chosen = choose(ArrayTree.of(masked), table)
+    pruned = narrow(keep_nodes(masked, torch.from_numpy(chosen)))
     masks = token_masks(pruned)
     rows = [path for i in range(3) for path in paths(pruned, i)]
     owners = [one for i, one in enumerate(constraints) for _ in paths(pruned, i)]
