@@ -39,6 +39,7 @@ def server(launch_shared: Launch) -> Server:
     return launch_shared(
         *("--speculative-drafter-module", "examples/custom_drafter.py"),
         *("--speculative-algorithm", "PROMPT_LOOKUP"),
+        "--speculative-verify-whole-trees",  # the same rounds each time
     )
 
 

@@ -34,7 +34,9 @@ TEXT = "The harbour master kept a ledger of every boat. The harbour master kept 
 def server(launch_shared: Launch) -> Server:
     """One server with NGRAM for this file; every test must leave it drained."""
     flags = ("--max-total-tokens", "24000", "--enable-metrics", "--max-running-requests", "48")
-    return launch_shared("--speculative-algorithm", "NGRAM", *flags)
+    # A forward of the tiny model takes hardly longer than asking for drafts.
+    drafts = ("--speculative-algorithm", "NGRAM", "--speculative-verify-whole-trees")
+    return launch_shared(*drafts, *flags)
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,8 @@ from talk import (
 
 VOCAB, CONTEXT = 512, 2048
 GREEDY = {"temperature": 0, "ignore_eos": True}
-NGRAM = ("--speculative-algorithm", "NGRAM")
+# A forward of the tiny model takes hardly longer than asking for drafts.
+NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-verify-whole-trees")
 GONE_S = 3.0
 
 
