@@ -23,13 +23,20 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...], bool]] = {
     "STANDALONE as shipped": (("STANDALONE",), (), False),
 }
 README_ROWS = list(ROWS)[:4]
-# By a row's first words: what its requests ask for, flags that its runs have and flags they lack.
-EAGER = "--disable-cuda-graph"
-SEAM_ROWS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "penalty, no speculation |": ("penalty", (), (EAGER, "EAGLE3")),
-    "penalty, no speculation, `": ("penalty", (EAGER,), ("EAGLE3",)),
-    "penalty, EAGLE3": ("penalty", ("EAGLE3",), (EAGER,)),
-    "regular expression": ("regex", ("NGRAM",), ()),
+# By a row's first words: what its requests ask for.
+SETTINGS = {
+    "nothing": ("bench96", {}),
+    "a frequency penalty of 0.3": ("bench96", {"sampling_params": {"frequency_penalty": 0.3}}),
+    "5 log-probabilities": ("bench96", {"return_logprob": True, "top_logprobs_num": 5}),
+    "the regular expression": ("bench96", {"sampling_params": {"regex": "[^~]*"}}),
+    "the mix": ("/tmp/mix.jsonl", {}),
+}
+# By a row's first words: steps of the draft and whether whole trees are verified.
+SHAPES = {
+    "the controller": (7, False),
+    "none |": (None, False),
+    "trees of 8 (5": (5, True),
+    "chains of 3 (3": (3, True),
 }
 
 
@@ -84,16 +91,32 @@ def test_the_readme_repeats_the_table(name: str) -> None:
     assert others == cells("docs/measured.md", name)[4:]
 
 
-@pytest.mark.parametrize("name", SEAM_ROWS)
-def test_batches_that_the_host_judges(name: str) -> None:
-    asked, has, lacks = SEAM_ROWS[name]
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_requests_ask_for(name: str) -> None:
+    prompts, more = SETTINGS[name]
+    found: dict[bool, dict[int, int]] = {False: {}, True: {}}
+    for row in results("settings-h200"):
+        if (row["workload"]["prompts"], row["workload"]["more"]) == (prompts, more):
+            level, drafts = row["level"], row["server"]["speculative_algorithm"] is not None
+            assert level["errors"] == 0
+            found[drafts][level["concurrency"]] = round(level["tokens_per_s"])
+    figures = [int(cell) if cell else None for cell in cells("docs/measured.md", name)[1:]]
+    expected = [found[False].get(level) for level in LEVELS]
+    assert figures == [*expected, found[True].get(1), found[True].get(48)]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_controller_beside_single_shapes(name: str) -> None:
+    steps, whole = SHAPES[name]
     found = [
         row["level"]
-        for row in results("seam-h200")
-        if asked in " ".join(row["argv"])
-        and all(flag in row["start"]["flags"] for flag in has)
-        and not any(flag in row["start"]["flags"] for flag in lacks)
+        for row in results("controller-h200")
+        if row["server"]["speculative_num_steps"] == steps
+        and row["server"]["speculative_verify_whole_trees"] is whole
+        and row["server"]["speculative_algorithm"] in (None, "EAGLE3")
+        and row["server"]["max_running_requests"] == 96
     ]
+    assert all(one["errors"] == 0 for one in found)
     assert [int(figure) for figure in cells("docs/measured.md", name)[1:]] == speeds(found)
 
 
