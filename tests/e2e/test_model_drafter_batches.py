@@ -210,7 +210,8 @@ def test_plug_ins_can_follow_the_kv(world: World) -> None:
     """A drafter registered from outside that keeps KV in the target's slots."""
     module = str(ROOT / "tests" / "kv_drafters.py")
     llm = drafted(world.target, None, speculative_algorithm="TWIN", max_total_tokens=2048,
-                  speculative_drafter_module=module, speculative_num_draft_tokens=5)  # fmt: skip
+                  speculative_drafter_module=module, speculative_num_draft_tokens=5,
+                  speculative_verify_whole_trees=True)  # fmt: skip
     prompts = [ids(random.Random(n), 20) for n in range(4)]
     run = functools.partial(llm.generate, prompts, settings(4, 41))
     for done in (run(), run()):
