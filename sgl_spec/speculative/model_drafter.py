@@ -51,8 +51,8 @@ class TreeShape:
 
 @dataclass(slots=True)
 class _Totals:
-    """Counts since the last flush: forwards and rows that wrote text, forwards of tree nodes,
-    catch-ups of requests that were not drafted for, and rounds in which drafting did not pay."""
+    """Counts since the last flush: forwards and rows that wrote text, forwards and rows of tree
+    nodes, and catch-ups of requests that were not drafted for."""
 
     extends: int = 0
     extended_rows: int = 0
@@ -166,12 +166,6 @@ class ModelDrafter:
         self._totals.extends += 1
         self._totals.extended_rows += len(at)
 
-    def catch_up(self, rows: Tensor, lengths: Tensor, tokens: npt.NDArray[np.int32]) -> None:
-        """Write all that is known of these rows, their roots included where the model reads them.
-        lengths: [B] int64, of their texts; tokens: [num_rows, width], the texts."""
-        self._know_roots(rows, lengths)
-        self._extend(rows, torch.from_numpy(tokens))
-
     def written_len(self, row: int) -> int:
         """See `KVDrafter`."""
         return int(self.written[row])
@@ -206,7 +200,8 @@ class ModelDrafter:
             return root_only(torch.from_numpy(batch.roots()))
         drafting = batch if len(wanted) == len(batch.rows) else batch.take(wanted)
         rows = torch.from_numpy(drafting.rows)
-        self.catch_up(rows, torch.from_numpy(drafting.lengths), batch.tokens)
+        self._know_roots(rows, torch.from_numpy(drafting.lengths))
+        self._extend(rows, torch.from_numpy(batch.tokens))
         trees = self._grow(drafting) if self.topology is None else self._draw(drafting)
         return trees if drafting is batch else _spread(trees, batch, wanted)
 
