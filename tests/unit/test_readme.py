@@ -237,3 +237,17 @@ def test_curl_shim(flags: list[str], path: str, code: int, shown: str) -> None:
         )
         server.shutdown()
     assert (done.returncode, done.stdout) == (code, shown), done.stderr
+
+
+def test_the_core_is_as_long_as_it_says() -> None:
+    design = (ROOT / "docs" / "design.md").read_text()
+    core = design.split("## The core")[1].split("## ")[0]
+    found = []
+    for name in re.findall(r"`(\S+\.py)`", core):
+        (path,) = {ROOT / name, ROOT / "sgl_spec" / name} & {*ROOT.rglob(Path(name).name)}
+        found.append(len(path.read_text().splitlines()))
+    (claimed,) = re.findall(
+        r"\[nine files\]\S+ about ([\d,]+) lines", (ROOT / "README.md").read_text()
+    )
+    assert len(found) == 9
+    assert abs(sum(found) / int(claimed.replace(",", "")) - 1) < 0.1, sum(found)
