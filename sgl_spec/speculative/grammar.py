@@ -233,7 +233,8 @@ def _judge(
         late = one.depth + depths[i] >= one.min_new_tokens
         last = row_of[i, used & late]
         words[last[may_end[last] & goes_on[last]]] |= one.end_bits
-        ends[i] = used & late & (depths[i] > 0) & _has(one.end_bits[None], 0, tokens[i])
+        drafts = np.nonzero(used & late & (depths[i] > 0))[0]  # other entries may hold anything
+        ends[i, drafts] = _has(one.end_bits[None], 0, tokens[i, drafts])
     for depth in range(1, int(depths.max(initial=0)) + 1):
         request, node = np.nonzero((depths == depth) & (row_of >= 0))
         row, above = row_of[request, node], row_of[request, parents[request, node]]

@@ -44,9 +44,11 @@ def some_tree(
     nodes: int,
     legal_share: float = 0.8,
 ) -> TokenTree:
-    """Trees whose drafts, children of random nodes, follow the grammar this often."""
+    """Trees whose drafts, children of random nodes, follow the grammar this often. What is behind
+    a tree's nodes is no token."""
     size = (len(constraints), nodes)
-    tokens, parents = np.zeros(size, np.int64), np.full(size, -1, np.int64)
+    tokens, parents = np.full(size, 2**40, np.int64), np.full(size, -1, np.int64)
+    tokens[:, 0] = 0
     counts = np.ones(len(constraints), np.int64)
     for i, one in enumerate(constraints):
         taken: set[tuple[int, int]] = set()
