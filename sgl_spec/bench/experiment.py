@@ -261,7 +261,7 @@ def main(argv: Sequence[str]) -> None:
     options = _parser().parse_args(argv)
     plan = read_plan(options.plan)
     cells = cells_of(plan, options.plan)
-    if options.plots:
+    if options.plots and not options.dry_run:
         extra("matplotlib")  # before hours of measuring
     store = Store(options.out or Path(f"{options.plan.stem}-results"))
     retried = ("failed",) if options.retry_failed else ()

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from sgl_spec.engine.asked import PLAIN, AskedDrafts
 from sgl_spec.engine.batch import (
@@ -201,7 +202,8 @@ class Worker:
             self.table.sync()
             counts = torch.tensor(taken, dtype=torch.int64)
             kept = replace(done.accepted, counts=counts)
-            self.follower.verified(done.draft, kept, done.offsets, done.features)
+            with record_function("extend"):
+                self.follower.verified(done.draft, kept, done.offsets, done.features)
             self.drafter.observe(done.draft, done.tree, kept)
             self.settle()
             self._note(done, kept, sum(taken))
@@ -269,26 +271,47 @@ class Worker:
         return accepted.tokens[:, 0], logprobs
 
     def _decode(self, batch: DecodeBatch) -> StepOutput:
+        """A round, with marks for a profiler; `observe` is its end."""
         begun, draft = time.perf_counter(), self._draft_batch(batch)
-        sampling, decision = self.sampling.of(batch.rows), None
+        with record_function("propose"):
+            planned, decision = self._propose(draft, batch.remaining)
+        with record_function("verify"):
+            # A device has its forward before all else, and what reads a tree on it before that.
+            forward, masks = self._tree_rows(planned, batch), token_masks(planned)
+            logits, features = self._verify(forward)
+        offsets = forward.q_starts[:-1]
+        with record_function("accept"):
+            accepted = self._accept(planned, batch, logits, offsets, masks)
+            offsets = offsets.cpu()
+            logprobs = self.logprobs.of_emitted(batch.rows, accepted, logits, offsets)
+        self._round = _Round(draft, planned, accepted, offsets, features, decision, begun)
+        return self._output(draft, planned, accepted, logprobs)
+
+    def _propose(self, draft: DraftBatch, remaining: IntArray) -> tuple[TokenTree, Decision | None]:
+        decision = None
         if self.asked is not None and (draft.max_nodes > 1).any():
-            decision = self.asked.decide(len(batch.rows))
-        planned = self._plan_tree(draft, batch.remaining, decision)
-        # A device has its forward before all else, and all that reads a tree on it before that.
-        forward, masks = self._tree_rows(planned, batch), token_masks(planned)
-        logits, features = self._verify(forward)
+            decision = self.asked.decide(len(draft.rows))
+        return self._plan_tree(draft, remaining, decision), decision
+
+    def _accept(
+        self,
+        planned: TokenTree,
+        batch: DecodeBatch,
+        logits: Tensor,
+        offsets: Tensor,
+        masks: TokenMasks | None,
+    ) -> AcceptResult:
+        """Judge the trees, bring what is kept to the front, and count it."""
         rows, committed = (on_device(x, self.device) for x in (batch.rows, batch.committed))
-        tree, offsets = planned.to(self.device), forward.q_starts[:-1]
+        tree, sampling = planned.to(self.device), self.sampling.of(batch.rows)
         if masks is not None and tree.allowed is not None:
             masks = TokenMasks(tree.allowed.words, on_device(masks.row_of, self.device))
         starts = on_device(offsets, self.device)
         found = self.rule(tree, logits, starts, sampling, committed, masks=masks)
         self._keep_path(rows, committed, tree.width, found)
-        accepted, offsets = found.on_host(), offsets.cpu()
+        accepted = found.on_host()
         self.sampling.count(batch.rows, accepted)
-        self._round = _Round(draft, planned, accepted, offsets, features, decision, begun)
-        logprobs = self.logprobs.of_emitted(batch.rows, accepted, logits, offsets)
-        return self._output(draft, planned, accepted, logprobs)
+        return accepted
 
     def _draft_batch(self, batch: DecodeBatch) -> DraftBatch:
         """What a drafter may know of a batch."""

@@ -42,7 +42,10 @@ class CostTable:
     def __post_init__(self) -> None:
         rising = all(a < b for a, b in zip(self.rows, self.rows[1:], strict=False))
         if not self.rows or len(self.rows) != len(self.ms) or not rising or min(self.ms) <= 0:
-            raise ValueError(f"a cost table needs rising rows and positive times, got {self}")
+            raise ValueError(f"a cost table needs rising rows and positive times, got {self!r}")
+
+    def __str__(self) -> str:
+        return " ".join(f"{n}:{ms:.1f}" for n, ms in zip(self.rows, self.ms, strict=False))
 
     def cost(self, rows: int) -> float:
         """Milliseconds of a round of `rows` rows."""
