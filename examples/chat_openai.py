@@ -10,7 +10,10 @@ import argparse
 import os
 import sys
 
-from openai import APIConnectionError, APIStatusError, OpenAI
+try:
+    from openai import APIConnectionError, APIStatusError, OpenAI
+except ModuleNotFoundError:
+    sys.exit("This example needs OpenAI's client: pip install openai")
 
 
 def main() -> None:
