@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from tokenizers import Tokenizer
 
 from sgl_spec.engine.ebnf import to_lark
 from sgl_spec.engine.json_schema import SchemaError, as_read
 from sgl_spec.request import Grammar
-from sgl_spec.speculative.grammar import Automaton, Bools, Path, Words, bit
+from sgl_spec.speculative.grammar import Automaton, Bools, Path, Words, bit, has_token
 
 # Between two tokens of JSON: nothing, a space, or a line break with its indentation. Without a
 # bound a model that has lost its way can write blanks until its budget is gone.
@@ -64,16 +63,19 @@ class LLAutomaton:
 
     @staticmethod
     def fill_along(paths: Sequence[Path], words: Words) -> Bools:
-        """See `Automaton.fill_along`. One call, which uses all cores and does not hold Python's
-        lock; it says that a text may end by the bits that are never shown."""
-        jobs = [(_automaton(path)._matcher, path.first, path.tokens) for path in paths]
-        _executor().unsafe_compute_mask_ptr_with_draft_token(
-            jobs, words.__array_interface__["data"][0], words.strides[0], len(words)
-        )
-        shown = _automaton(paths[0])._shown
-        (at,) = np.nonzero(~shown)
-        may_end = np.asarray((words[:, at] & ~shown[at]).any(axis=1))
-        words[:, at] &= shown[at]
+        """See `Automaton.fill_along`. Token by token: the engine's own call for drafted paths gives
+        other masks where a model has several ids that end a text."""
+        may_end = np.zeros(len(words), dtype=np.bool_)
+        for path in paths:
+            automaton, moved = _automaton(path), 0
+            for row, token in enumerate((*path.tokens, None), path.first):
+                automaton.fill(words[row])
+                may_end[row] = automaton.may_end
+                if token is None or not has_token(words[row], token) or not automaton.step(token):
+                    break
+                moved += 1
+            if automaton.error is None:
+                automaton._matcher.rollback(moved)
         return may_end
 
 
@@ -81,11 +83,6 @@ def _automaton(path: Path) -> LLAutomaton:
     found = path.constraint.automaton
     assert isinstance(found, LLAutomaton)
     return found
-
-
-@cache
-def _executor() -> LLExecutor:
-    return LLExecutor()
 
 
 def make_compiler(

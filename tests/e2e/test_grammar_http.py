@@ -32,6 +32,8 @@ def server(request: pytest.FixtureRequest, launch_shared: Launch, tiny_model_dir
     flags = ["--speculative-algorithm", request.param, "--max-total-tokens", "24000"]
     flags += ["--max-running-requests", "24", "--enable-metrics"]
     flags += ["--speculative-drafter-module", str(MODULES[request.param])]
+    # A forward of the tiny model takes hardly longer than asking for drafts.
+    flags.append("--speculative-verify-whole-trees")
     if request.param == "SELF":
         flags += ["--speculative-draft-model-path", str(tiny_model_dir)]
     return launch_shared(*flags)

@@ -220,7 +220,7 @@ def test_a_response_is_parsed_into_a_model(client: openai.OpenAI) -> None:
 
 def test_responses_call_and_take_results(client: openai.OpenAI) -> None:
     named = {"type": "function", "name": "Now"}
-    first = respond(client, tools=FLAT, tool_choice=named)
+    first = respond(client, tools=FLAT, tool_choice=named, temperature=0)
     (call,) = first.output
     assert (call.type, call.name, call.status) == ("function_call", "Now", "completed")
     assert json.loads(call.arguments) == {}

@@ -84,8 +84,9 @@ class TestStops:
             assert reply["text"] == solo.run(LOOP, **stop, **GREEDY).text
             return reply
 
+        learned = repeats(server)  # n-grams of the text are then there to copy
         replies = together([functools.partial(check, p) for p in cuts])
-        assert speculated(replies) or not repeats(server)
+        assert speculated(replies) or not learned
 
     def test_a_stop_string_ends_the_text_wherever_it_falls(
         self, server: Server, solo: Solo, tokenizer: Tokenizer

@@ -172,7 +172,8 @@ def soak(
     assert any(reply["meta_info"]["num_retractions"] for reply in kept)
 
 
-FLAGS = ("--speculative-algorithm", "NGRAM", "--max-running-requests", "16")
+DRAFTS = ("--speculative-algorithm", "NGRAM", "--speculative-verify-whole-trees")
+FLAGS = (*DRAFTS, "--max-running-requests", "16")
 
 
 @pytest.mark.parametrize("page", [1, 16])
