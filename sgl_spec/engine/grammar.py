@@ -63,8 +63,8 @@ class LLAutomaton:
 
     @staticmethod
     def fill_along(paths: Sequence[Path], words: Words) -> Bools:
-        """See `Automaton.fill_along`. Token by token: the engine's own call for drafted paths gives
-        other masks where a model has several ids that end a text."""
+        """See `Automaton.fill_along`. Token by token: the engine's own call for drafted paths does
+        not say where the text may end, and an end id in a mask may be text that goes on."""
         may_end = np.zeros(len(words), dtype=np.bool_)
         for path in paths:
             automaton, moved = _automaton(path), 0

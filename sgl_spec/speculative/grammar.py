@@ -1,9 +1,9 @@
 """Grammars over trees: what may follow each node, and which drafts leave the grammar.
 
-Automata are moved along every path of drafts that the grammar allows, those of all requests at the
-same time, and back. That gives the masks of all nodes, so that a token is drawn from the same mask
-whether it was reached by drafts or step by step, and it finds the drafts that the masks rule out,
-which need not be verified. Requests without a grammar are not looked at.
+Automata are moved along every path of drafts that the grammar allows, and back. That gives the
+masks of all nodes, so that a token is drawn from the same mask whether it was reached by drafts or
+step by step, and it finds the drafts that the masks rule out, which need not be verified. Requests
+without a grammar are not looked at.
 """
 
 from __future__ import annotations
