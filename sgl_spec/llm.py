@@ -26,6 +26,7 @@ from sgl_spec.messages import OutputChunk
 from sgl_spec.options import near
 from sgl_spec.request import (
     SEED_BITS,
+    DraftRound,
     FinishReason,
     LogprobParams,
     Logprobs,
@@ -48,8 +49,8 @@ _FIELDS.remove("grammar_field")
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A finished request. seed: the one used, so that the text can be drawn again. logprobs: those
-    of output_ids; prompt_logprobs: those of the prompt behind `logprob_start_len`; None unless
-    asked for."""
+    of output_ids; prompt_logprobs: those of the prompt behind `logprob_start_len`; draft_trees: its
+    rounds. None unless asked for."""
 
     text: str
     output_ids: list[int]
@@ -60,6 +61,7 @@ class Completion:
     spec: SpecStats | None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    draft_trees: list[DraftRound] | None = None
 
 
 class LLM:
@@ -122,13 +124,15 @@ class LLM:
         logprobs: LogprobParams | Sequence[LogprobParams | None] | None = None,
         *,
         sampling_params: Params | Sequence[Params] = None,
+        draft_trees: bool = False,
     ) -> list[Completion]:
         """Complete one prompt or several (texts or id lists) together; results in their order.
 
         sampling: one for all or one each; a mapping names fields of `SamplingParams`, and may hold
         `n` for that many completions of its prompt, which follow each other in the result (their
         seeds are derived as over HTTP). `sampling_params` is another word for it. logprobs: what to
-        report of log-probabilities, one for all or one each; None is nothing. Raises
+        report of log-probabilities, one for all or one each; None is nothing. draft_trees: whether
+        to report rounds, at most `request.MAX_DRAFT_ROUNDS` of each request. Raises
         `InvalidRequestError` before anything runs if a prompt or a field cannot be served.
 
         Ctrl-C ends the call after the step under way and drops its requests; the next call finds
@@ -148,7 +152,11 @@ class LLM:
             places = [f"prompts[{i}]" if several else "prompts" for i in range(len(batch))]
             each = zip(places, batch, params, asks, strict=True)
             made = [self._requests(*one) for one in each]
-            requests = [request for of_prompt in made for request in of_prompt]
+            requests = [
+                msgspec.structs.replace(request, draft_trees=draft_trees)
+                for of_prompt in made
+                for request in of_prompt
+            ]
             chunks = self._run(requests)
             return [self._completion(request, chunks[request.rid]) for request in requests]
 
@@ -264,6 +272,7 @@ class LLM:
             spec=chunk.spec,
             logprobs=chunk.logprobs,
             prompt_logprobs=chunk.prompt_logprobs,
+            draft_trees=chunk.draft_trees if request.draft_trees else None,
         )
 
     def _text(self, request: TokenizedRequest, chunk: OutputChunk, finish: FinishReason) -> str:

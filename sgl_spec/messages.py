@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sgl_spec.request import FinishReason, Logprobs, SpecStats, TokenizedRequest
+from sgl_spec.request import DraftRound, FinishReason, Logprobs, SpecStats, TokenizedRequest
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -58,7 +58,8 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
     ids: tokens since the previous chunk (possibly none on the last). logprobs: theirs, if asked
     for. prompt_logprobs: on the first chunk, if asked for: those of the prompt's tokens behind
     position `logprob_start_len`, fewer when the request was aborted before it had them.
-    queued_s: how long it waited for its first batch; None if it had none.
+    queued_s: how long it waited for its first batch; None if it had none. draft_trees: the rounds
+    since the previous chunk, if asked for.
     The remaining fields are meaningful on every chunk and final on the last.
     """
 
@@ -73,6 +74,7 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
     spec: SpecStats | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    draft_trees: list[DraftRound] = []
 
 
 class Chunks(msgspec.Struct, frozen=True, tag="chunks"):

@@ -17,6 +17,7 @@ MAX_BIAS = 100.0
 MIN_REPETITION_PENALTY = 1e-30  # logits divided by it stay within float32
 MAX_TOP_LOGPROBS = 128
 MAX_LOGPROB_IDS = 1024
+MAX_DRAFT_ROUNDS = 1024  # of one request, that `return_draft_trees` shows
 # Bounds a reply: listed alternatives over all reported prompt positions.
 MAX_PROMPT_LOGPROBS = 1 << 21
 # Of seeds that are drawn or derived: readers of JSON that know doubles alone keep these whole.
@@ -409,12 +410,59 @@ class SpecStats(msgspec.Struct, kw_only=True):
         self.histogram[accepted] += 1
 
 
+class RoundTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds of a round, which all requests of its batch share.
+
+    draft: making the trees, with what the draft model read of the round before. verify: the
+    target's forward. host: all else since the batch before. None where it was not measured.
+    """
+
+    draft_ms: float | None = None
+    verify_ms: float | None = None
+    host_ms: float | None = None
+
+
+class DraftRound(msgspec.Struct, frozen=True, kw_only=True):
+    """One round of a request: its tree, and what the target made of it.
+
+    tokens, parents: of each node; node 0 is the root, whose parent is -1. scores: the drafter's
+    estimate of the chance that a node is accepted, 1 at the root; empty where it gives none. probs:
+    the model's own probability of a node's token behind its parent's text, softmax in float32 of
+    its logits; 1 at the root. path: the accepted nodes in order, without the root. emitted: the
+    tokens that the text took, those of the path and then the target's own (a stop may have cut
+    them), with the model's own probabilities. start: tokens of the output before them. requests: of
+    the batch. option: what the controller chose, 0 for no drafts; None where it had no choice.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]
+    probs: list[float]
+    path: list[int]
+    emitted: list[int]
+    emitted_probs: list[float]
+    requests: int
+    option: int | None
+    times: RoundTimes
+    start: int = 0
+
+    def cut(self, kept: int, start: int) -> DraftRound:
+        """The round of a request that took the first `kept` tokens behind `start` others."""
+        return msgspec.structs.replace(
+            self,
+            path=self.path[:kept],
+            emitted=self.emitted[:kept],
+            emitted_probs=self.emitted_probs[:kept],
+            start=start,
+        )
+
+
 class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as the engine receives it: ids only, every default resolved, the seed drawn.
 
     `arrival` is wall-clock time (`time.time()`) at the API process. `stream` only changes how often
     the engine reports (`sampling.stream_interval`, or else `--stream-interval`). `logprobs` None:
-    none are computed.
+    none are computed. `draft_trees`: whether it reports its rounds.
     """
 
     rid: str
@@ -423,6 +471,7 @@ class TokenizedRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     arrival: float = 0.0
     logprobs: LogprobParams | None = None
+    draft_trees: bool = False
 
 
 def derive_seed(seed: int, choice: int) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sgl_spec.engine.kv_pool import SlotTable
 from sgl_spec.layers.context import ForwardBatch
 from sgl_spec.layers.transfer import batch_on_device
-from sgl_spec.request import Logprobs
+from sgl_spec.request import DraftRound, Logprobs
 from sgl_spec.speculative.tree import TokenTree
 
 IntArray = npt.NDArray[np.int64]
@@ -60,13 +60,14 @@ class StepOutput:
     tokens: tokens to append, a list per request (empty for a chunk that is not a prompt's last).
     proposed: draft tokens verified per request (0 for prefill). logprobs: per request, those of
     `tokens`, for requests that ask; prompt_logprobs: those that follow what the request has of its
-    prompt. None where nobody asks.
+    prompt. trees: per request, its round, for requests that ask. None where nobody asks.
     """
 
     tokens: list[list[int]]
     proposed: list[int]
     logprobs: list[Logprobs | None] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
+    trees: list[DraftRound | None] | None = None
 
 
 class Launched:

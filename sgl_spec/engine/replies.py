@@ -59,6 +59,7 @@ def chunk_of(req: Req) -> OutputChunk:
         spec=req.spec if req.finish is not None and req.spec.verify_ct else None,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        draft_trees=[] if req.trees is None else req.trees.take(),
     )
 
 

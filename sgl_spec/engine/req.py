@@ -11,6 +11,8 @@ from sgl_spec.engine.grammar_jobs import CompileJob
 from sgl_spec.engine.kv_pool import Holding
 from sgl_spec.engine.prefix_cache import Node
 from sgl_spec.request import (
+    MAX_DRAFT_ROUNDS,
+    DraftRound,
     FinishReason,
     LogprobParams,
     Logprobs,
@@ -47,6 +49,26 @@ class LogprobRecord:
     prompt_sent: bool = False
 
 
+@dataclass(slots=True)
+class TreeRecord:
+    """Rounds of one request that are to be shown and were not reported. left: how many more may
+    be."""
+
+    fresh: list[DraftRound] = field(default_factory=list)
+    left: int = MAX_DRAFT_ROUNDS
+
+    def add(self, tree: DraftRound) -> None:
+        """Take one in."""
+        if self.left > 0:
+            self.fresh.append(tree)
+            self.left -= 1
+
+    def take(self) -> list[DraftRound]:
+        """Those to be reported now."""
+        taken, self.fresh = self.fresh, []
+        return taken
+
+
 @dataclass(slots=True, eq=False)
 class Req:
     """State of one request, owned by the scheduler.
@@ -57,7 +79,7 @@ class Req:
     passed: forwards of other prompts since this one could be computed. job: its grammar being
     compiled. submitted: when it came, on the monotonic clock; queued_s: how long it then waited,
     its grammar's compilation included. constraint: its grammar, at the end of ids; it stays there
-    through a retraction.
+    through a retraction. trees: None where its rounds are not to be shown.
     """
 
     rid: str
@@ -68,6 +90,7 @@ class Req:
     stop_ids: frozenset[int]
     stops: StopMatcher | None
     logprobs: LogprobRecord | None = None
+    trees: TreeRecord | None = None
     job: CompileJob | None = None
     constraint: Constraint | None = None
     spec: SpecStats = field(default_factory=lambda: SpecStats(histogram=[]))
@@ -188,4 +211,5 @@ def make_req(request: TokenizedRequest, eos_ids: Sequence[int], stops: StopMatch
         stop_ids=stop_ids,
         stops=stops,
         logprobs=None if request.logprobs is None else LogprobRecord(request.logprobs),
+        trees=TreeRecord() if request.draft_trees else None,
     )

@@ -14,6 +14,7 @@ from itertools import chain, islice
 
 from sgl_spec.engine.batch import Batch, Computed, DecodeBatch, PrefillBatch, StepOutput
 from sgl_spec.engine.compiling import Compiling
+from sgl_spec.engine.draft_trees import keep_trees
 from sgl_spec.engine.grammar_jobs import GrammarJobs
 from sgl_spec.engine.limits import Limits
 from sgl_spec.engine.metrics import EngineCounters
@@ -321,6 +322,7 @@ class Scheduler:
                 for req, tokens in zip(reqs, output.tokens, strict=True)
             ]
             self.worker.observe(taken)
+            keep_trees(reqs, output, taken)
             self._uncounted.append((reqs, output, taken))
         keep_logprobs(reqs, output)
         for req in live:

@@ -33,6 +33,7 @@ from sgl_spec.engine.batch import (
     tree_forward,
 )
 from sgl_spec.engine.control import Decision
+from sgl_spec.engine.draft_trees import RoundClock, TreeReader
 from sgl_spec.engine.following import Follower
 from sgl_spec.engine.kv_pool import SlotTable
 from sgl_spec.engine.logprobs import LogprobReader, PerRequest
@@ -105,6 +106,7 @@ class Worker:
         self.topology = topology
         self.tokens: npt.NDArray[np.int32] = np.zeros(table.host.shape, dtype=np.int32)
         self.logprobs = LogprobReader(model)
+        self.trees, self._clock = TreeReader(), RoundClock()
         self.sampling = RowSampling(model, len(self.tokens))
         self._constraints: dict[int, Constraint] = {}  # of the rows that have one
         self._drafting: set[int] = set()
@@ -122,6 +124,7 @@ class Worker:
         if isinstance(self.drafter, NgramDrafter):
             self.drafter.expect(row, len(req.ids) + req.remaining)
         self.logprobs.open(req)
+        self.trees.open(req)
         self.sampling.open(req)
 
     def begin(self, req: Req) -> None:
@@ -142,6 +145,7 @@ class Worker:
     def close(self, row: int) -> None:
         """The row's request ended or was retracted."""
         self.logprobs.close(row)
+        self.trees.close(row)
         self._constraints.pop(row, None)
         if self.drafter is not None and row in self._drafting:
             self._drafting.discard(row)
@@ -202,8 +206,10 @@ class Worker:
             self.table.sync()
             counts = torch.tensor(taken, dtype=torch.int64)
             kept = replace(done.accepted, counts=counts)
+            begun = time.perf_counter()
             with record_function("extend"):
                 self.follower.verified(done.draft, kept, done.offsets, done.features)
+            self._clock.followed(begun)
             self.drafter.observe(done.draft, done.tree, kept)
             self.settle()
             self._note(done, kept, sum(taken))
@@ -239,6 +245,7 @@ class Worker:
             for i, one in zip(finals, read or (), strict=False):
                 logprobs[i] = one
         self.follower.prefilled(forward, batch, self.tokens, features)
+        self._clock.end()
         return StepOutput(
             tokens=tokens,
             proposed=[0] * len(tokens),
@@ -272,20 +279,24 @@ class Worker:
 
     def _decode(self, batch: DecodeBatch) -> StepOutput:
         """A round, with marks for a profiler; `observe` is its end."""
-        begun, draft = time.perf_counter(), self._draft_batch(batch)
+        begun, draft = self._clock.begin(), self._draft_batch(batch)
         with record_function("propose"):
             planned, decision = self._propose(draft, batch.remaining)
+        self._clock.proposed()
         with record_function("verify"):
             # A device has its forward before all else, and what reads a tree on it before that.
             forward, masks = self._tree_rows(planned, batch), token_masks(planned)
             logits, features = self._verify(forward)
+        self._clock.verified()
         offsets = forward.q_starts[:-1]
         with record_function("accept"):
             accepted = self._accept(planned, batch, logits, offsets, masks)
             offsets = offsets.cpu()
             logprobs = self.logprobs.of_emitted(batch.rows, accepted, logits, offsets)
         self._round = _Round(draft, planned, accepted, offsets, features, decision, begun)
-        return self._output(draft, planned, accepted, logprobs)
+        option, times = None if decision is None else decision.option, self._clock.end()
+        trees = self.trees.of_round(batch.rows, planned, accepted, logits, offsets, times, option)
+        return replace(self._output(draft, planned, accepted, logprobs), trees=trees)
 
     def _propose(self, draft: DraftBatch, remaining: IntArray) -> tuple[TokenTree, Decision | None]:
         decision = None

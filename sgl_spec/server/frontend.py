@@ -34,7 +34,7 @@ from sgl_spec.messages import (
     Submit,
     ToEngine,
 )
-from sgl_spec.request import FinishReason, Logprobs, TokenizedRequest
+from sgl_spec.request import DraftRound, FinishReason, Logprobs, TokenizedRequest
 from sgl_spec.server.logs import RequestLog
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Update(msgspec.Struct, frozen=True):
 
     index: its place in the ticket. ids: tokens since the last update. chunk: the latest chunk,
     whose counts hold; its own `ids` are part of `ids`. logprobs: those of `ids`; prompt_logprobs:
-    those of the prompt, once; both empty unless asked for.
+    those of the prompt, once; draft_trees: rounds since the last update. Empty unless asked for.
     """
 
     index: int
@@ -75,6 +75,7 @@ class Update(msgspec.Struct, frozen=True):
     chunk: OutputChunk
     logprobs: Logprobs = msgspec.field(default_factory=Logprobs)
     prompt_logprobs: Logprobs = msgspec.field(default_factory=Logprobs)
+    draft_trees: list[DraftRound] = []
 
 
 class Record:
@@ -83,7 +84,7 @@ class Record:
     __slots__ = (
         *("request", "ticket", "index", "group"),
         *("arrival", "last", "ids", "latest", "ended"),
-        *("logprobs", "prompt_logprobs"),
+        *("logprobs", "prompt_logprobs", "draft_trees"),
     )
 
     def __init__(
@@ -100,6 +101,7 @@ class Record:
         self.latest: OutputChunk | None = None
         self.logprobs = Logprobs()
         self.prompt_logprobs = Logprobs()
+        self.draft_trees: list[DraftRound] = []
 
 
 class Ticket:
@@ -163,6 +165,7 @@ class Ticket:
             record.logprobs.extend(chunk.logprobs)
         if chunk.prompt_logprobs is not None:
             record.prompt_logprobs.extend(chunk.prompt_logprobs)
+        record.draft_trees += chunk.draft_trees
         self._running -= chunk.finish is not None
         self._wake()
 
@@ -174,10 +177,15 @@ class Ticket:
 def _take(record: Record) -> Update:
     assert record.latest is not None
     update = Update(
-        record.index, record.ids, record.latest, record.logprobs, record.prompt_logprobs
+        record.index,
+        record.ids,
+        record.latest,
+        record.logprobs,
+        record.prompt_logprobs,
+        record.draft_trees,
     )
     record.ids, record.latest = [], None
-    record.logprobs, record.prompt_logprobs = Logprobs(), Logprobs()
+    record.logprobs, record.prompt_logprobs, record.draft_trees = Logprobs(), Logprobs(), []
     return update
 
 

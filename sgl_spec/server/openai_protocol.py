@@ -112,6 +112,7 @@ def read_completions(
             sampling=sampling,
             names=NAMES | {"max_new_tokens": "max_tokens", "top_logprobs_num": "logprobs"},
             logprobs=logprobs,
+            draft_trees=fields.return_draft_trees,
         )
         for i, one in enumerate(prompts)
     ]
@@ -163,6 +164,7 @@ def chat_call(
         sampling=_chat_sampling(fields, defaults, budget, talk),
         names=NAMES | {"max_new_tokens": name, "top_logprobs_num": "top_logprobs"},
         logprobs=LogprobParams(top_logprobs_num=fields.top_logprobs) if fields.logprobs else None,
+        draft_trees=fields.return_draft_trees,
     )
     begun = text.rstrip().endswith(THINK)
     reader = partial(_answer, fields, talk, begun=begun)

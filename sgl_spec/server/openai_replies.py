@@ -28,6 +28,7 @@ class OpenAIReplies(abc.ABC):
     `seed` (which repeats this very choice when sent with n = 1); asked for by `return_meta_info`,
     it has the `meta_info` of /generate. With `return_spec_tokens_details`, `sglext` of the reply,
     or of a choice's last event, holds the spec_* keys: one object, or a list of one per choice.
+    With `return_draft_trees` it holds the rounds as well, in a stream those that are new.
     """
 
     kind: str
@@ -75,6 +76,8 @@ class OpenAIReplies(abc.ABC):
         self._begun.add(index)
         # Tokens whose text is held back, or is none, still have their log-probabilities.
         deltas = self.deltas(output, index, new)
+        if output.new_trees:
+            deltas = deltas or self.empty()
         if ids and output.request.logprobs is not None:
             deltas = deltas or self.empty()
             deltas[0]["logprobs"] = self._logprobs(output, index, ids)
@@ -85,7 +88,7 @@ class OpenAIReplies(abc.ABC):
             choices.append({"index": index, **ending})
         counted = [output] if self._call.continuous_usage else None
         events = [self._event([choice], counted) for choice in choices]
-        if output.finish is not None:
+        if events:
             events[-1] |= self._extension([output])
         return events
 
@@ -171,11 +174,16 @@ class OpenAIReplies(abc.ABC):
         return ending
 
     def _extension(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        if not self._call.spec_details:
-            return {}
-        details = [output.spec_details() if self._speculating else None for output in outputs]
-        one_or_all = details[0] if len(details) == 1 else details
-        return {"sglext": {"spec_tokens_details": one_or_all}}
+        found: dict[str, Any] = {}
+        if self._call.spec_details and outputs[0].finish is not None:
+            details = [output.spec_details() if self._speculating else None for output in outputs]
+            found["spec_tokens_details"] = details[0] if len(details) == 1 else details
+        if outputs[0].trees is not None:
+            stream = self._call.stream
+            trees = [one.new_trees if stream else one.draft_trees for one in outputs]
+            if any(trees) or not stream:
+                found["draft_trees"] = trees[0] if len(trees) == 1 else trees
+        return {"sglext": found} if found else {}
 
 
 _OPEN = {"finish_reason": None, "matched_stop": None}

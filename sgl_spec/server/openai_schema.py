@@ -11,6 +11,7 @@ from sgl_spec import request
 from sgl_spec.server.body import Body, Many, fault
 from sgl_spec.server.schema import (
     Counted,
+    DraftTrees,
     Hint,
     Label,
     Labels,
@@ -95,6 +96,7 @@ class OpenAI(Settings):
         '"json_schema": {"schema": ...}}`',
     )
     return_spec_tokens_details: bool = Field(False, description="what speculation reports")
+    return_draft_trees: DraftTrees = False
     return_meta_info: bool = Field(False, description="what speculation reports")
     user: Label = None
     safety_identifier: Label = None

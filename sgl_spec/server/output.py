@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from sgl_spec.errors import InvalidRequestError, SglSpecError, UnavailableError
 from sgl_spec.messages import OutputChunk
 from sgl_spec.request import FinishReason, Logprobs, SpecStats, TokenizedRequest
+from sgl_spec.server.draft_trees import TreeWords
 from sgl_spec.server.frontend import Update
 from sgl_spec.text import PROMPT_TAIL, OutputText
 
@@ -19,11 +20,17 @@ class Output:
 
     ids: all tokens. text: what may be shown of the text. chunk: the latest counts, None before any.
     logprobs: those of `ids`; prompt_logprobs: those of the prompt; both empty unless asked for.
-    simulated: the accept length that the server was told to simulate, if it was.
+    trees: words for its rounds, None where they are not to be shown; draft_trees: all of them so
+    far; new_trees: those of the last update. simulated: the accept length that the server was told
+    to simulate, if it was.
     """
 
     def __init__(
-        self, request: TokenizedRequest, tokenizer: Tokenizer, simulated: float | None = None
+        self,
+        request: TokenizedRequest,
+        tokenizer: Tokenizer,
+        simulated: float | None = None,
+        trees: TreeWords | None = None,
     ) -> None:
         sampling = request.sampling
         self.request = request
@@ -33,6 +40,9 @@ class Output:
         self.chunk: OutputChunk | None = None
         self.logprobs = Logprobs()
         self.prompt_logprobs = Logprobs()
+        self.trees = trees
+        self.draft_trees: list[dict[str, Any]] = []
+        self.new_trees: list[dict[str, Any]] = []
         self._decoder = OutputText(
             tokenizer,
             sampling.stop,
@@ -52,6 +62,9 @@ class Output:
         self.ids += update.ids
         self.logprobs.extend(update.logprobs)
         self.prompt_logprobs.extend(update.prompt_logprobs)
+        if self.trees is not None:
+            self.new_trees = self.trees.of(update.draft_trees, self.ids)
+            self.draft_trees += self.new_trees
         finish = update.chunk.finish
         if finish is None:
             new = self._decoder.push(update.ids)

@@ -55,6 +55,7 @@ def read_generate(body: object) -> GenerateCall:
                 home=f"{home}.",
                 names=_logprob_names(fields, i),
                 logprobs=wanted,
+                draft_trees=fields.return_draft_trees,
             )
         )
     several = batch or any(item.n > 1 for item in asked)
@@ -184,10 +185,13 @@ class GenerateReplies:
         self, output: Output, text: str, ids: list[int], *, fresh: int | None = None
     ) -> dict[str, Any]:
         """fresh: the output tokens that log-probabilities are shown for, the last so many; None for
-        all."""
+        all. Of the rounds a stream shows those that are new: all of them each time would be too
+        much."""
         meta = output.meta_info(speculating=self._speculating)
         if output.request.logprobs is not None:
             meta |= self._logprobs_of(output.request).meta(output, fresh)
+        if output.trees is not None:
+            meta["draft_trees"] = output.new_trees if self._call.stream else output.draft_trees
         reply = {"text": text, "output_ids": ids, "meta_info": meta}
         if self._call.prompt_ids:
             reply["prompt_token_ids"] = output.request.input_ids

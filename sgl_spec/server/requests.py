@@ -35,6 +35,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     fields that have another name there, for messages.
     where: the prompt's field. add_special_tokens: whether the tokenizer adds the special tokens
     of a raw prompt (a chat template has written its own). logprobs: what to report of them.
+    draft_trees: whether to report the rounds.
     """
 
     prompt: str | list[int]
@@ -45,6 +46,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     home: str = ""
     names: Mapping[str, str] = {}
     logprobs: LogprobParams | None = None
+    draft_trees: bool = False
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -111,6 +113,7 @@ class RequestMaker:
                         stream=stream,
                         arrival=time.time(),
                         logprobs=item.logprobs,
+                        draft_trees=item.draft_trees,
                     )
                 )
                 made.prompt_of.append(index)

@@ -87,6 +87,9 @@ Drafting = Annotated[
     words('false or {"max_draft_tokens": k} with an integer k >= 0'),
 ]
 JsonSchema = Annotated[dict[str, Any] | str, words("a JSON schema: an object or its text")]
+DraftTrees = Annotated[
+    bool, Field(description="the reply tells each round: its tree, and what was accepted")
+]
 OneGrammar = "at most one of the three: constrained output"
 
 # What vLLM calls our grammars, or has called them.
@@ -184,6 +187,7 @@ class Generate(Body):
         "`--incremental-streaming-output` sends what is new",
     )
     return_prompt_token_ids: bool = Field(False, description="the reply tells `prompt_token_ids`")
+    return_draft_trees: DraftTrees = False
     return_logprob: Flags = Field(
         False,
         description="true, or one per prompt of a batch; without it the other fields may only "

@@ -14,6 +14,7 @@ from sgl_spec.errors import InvalidRequestError, UnavailableError
 from sgl_spec.messages import EngineState
 from sgl_spec.request import SamplingParams, TokenizedRequest
 from sgl_spec.server.answers import FORMS, Talk
+from sgl_spec.server.draft_trees import TreeWords
 from sgl_spec.server.frontend import Frontend
 from sgl_spec.server.http import Replies, Run
 from sgl_spec.server.metrics import Metrics
@@ -124,7 +125,16 @@ class Service:
 
     def _run(self, made: Made, replies: Replies) -> Run:
         tokenizer, simulated = self._tokenizer.tokenizer, self.args.simulate_acc_len
-        outputs = [Output(request, tokenizer, simulated) for request in made.requests]
+        source = self.info.speculative_algorithm
+        outputs = [
+            Output(
+                request,
+                tokenizer,
+                simulated,
+                TreeWords(tokenizer, request, source) if request.draft_trees else None,
+            )
+            for request in made.requests
+        ]
         return Run(self.frontend, made, outputs, replies)
 
     def _decode_prompt(self, ids: list[int], where: str) -> str:

@@ -147,3 +147,13 @@ def test_a_request_may_fill_the_pool(tiny_model_dir: Path, drafter: str, page: i
     with pytest.raises(InvalidRequestError, match=f"the {most} that max_total_tokens leaves"):
         small.generate([[5], [7] * most], {"max_new_tokens": 1})
     assert not small.engine.has_work
+
+
+def test_rounds_are_shown_where_asked_for(llm: LLM) -> None:
+    asked = {"temperature": 0, "max_new_tokens": 9, "ignore_eos": True}
+    (done,) = llm.generate("Nobody ever asked", asked, draft_trees=True)
+    (other,) = llm.generate("Nobody ever asked", asked)
+    assert other.draft_trees is None
+    assert done.draft_trees is not None
+    emitted = [token for one in done.draft_trees for token in one.emitted]
+    assert done.output_ids[1:] == emitted == other.output_ids[1:]

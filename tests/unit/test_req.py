@@ -7,8 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_spec.engine.replies import chunk_of, is_due
-from sgl_spec.engine.req import Req, make_req
-from sgl_spec.request import SamplingParams, TokenizedRequest
+from sgl_spec.engine.req import Req, TreeRecord, make_req
+from sgl_spec.request import (
+    MAX_DRAFT_ROUNDS,
+    DraftRound,
+    RoundTimes,
+    SamplingParams,
+    TokenizedRequest,
+)
 from sgl_spec.text import StopMatcher
 
 
@@ -72,3 +78,19 @@ def test_a_requests_own_stream_interval_goes_first(
         if is_due(req, server):
             found.append(len(chunk_of(req).ids))
     assert found == sizes
+
+
+def test_rounds_that_are_shown_have_a_bound() -> None:
+    """Taking some to the client makes no room for more."""
+    record = TreeRecord()
+    one = DraftRound(
+        tokens=[7], parents=[-1], scores=[], probs=[1.0], path=[], emitted=[8],
+        emitted_probs=[0.5], requests=1, option=None, times=RoundTimes(),
+    )  # fmt: skip
+    for _ in range(MAX_DRAFT_ROUNDS - 1):
+        record.add(one)
+    assert len(record.take()) == MAX_DRAFT_ROUNDS - 1
+    record.add(one)
+    record.add(one)
+    assert record.take() == [one]
+    assert record.take() == []

@@ -348,6 +348,7 @@ class TestDocuments:
             f"seeds are below 2^{request.SEED_BITS}",
             f"1 to {schema.MAX_RID_CHARS} characters",
             f"2^{request.MAX_PROMPT_LOGPROBS.bit_length() - 1}",
+            f"the first {request.MAX_DRAFT_ROUNDS} rounds",
             f"A body is at most {http.MAX_BODY_BYTES >> 20} MiB",
         ],
     )
