@@ -11,9 +11,11 @@ from sgl_spec.layers.backend import Kernels, resolve_backend
 from sgl_spec.layers.context import ForwardBatch, KVCache
 from sgl_spec.layers.linear import Linear, use_tuned
 from sgl_spec.layers.norm_rope import rms_norm
+from sgl_spec.layers.parallel import ALONE, GatheredLinear, Ranks
 from sgl_spec.models.config import ModelConfig
 from sgl_spec.models.features import Features
 from sgl_spec.models.layer import DecoderLayer, LayerStack, total_bytes
+from sgl_spec.models.shard import Shard
 from sgl_spec.models.stored import WeightSource
 
 if TYPE_CHECKING:
@@ -23,29 +25,39 @@ if TYPE_CHECKING:
 class Decoder:
     """A decoder-only language model over slot-addressed KV.
 
-    Use under `torch.inference_mode()`. config: what it was built from; dtype, device: of its
-    weights.
+    Use under `torch.inference_mode()`. config: what it was built from, whole where ranks share the
+    model; dtype, device: of its weights.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: WeightSource, attention_backend: str | None = None
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        attention_backend: str | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """attention_backend: one of `layers.backend.BACKENDS`, None for the device's default."""
-        self.config = config
+        """attention_backend: one of `layers.backend.BACKENDS`, None for the device's default.
+        ranks: those that share the model; `weights` gives this one's part."""
+        self.config, self.ranks = config, ranks
+        shard = Shard(config, ranks)
         self.embedding = weights("model.embed_tokens.weight")
         self.dtype = self.embedding.dtype
         self.device = self.embedding.device
         layers = [
-            DecoderLayer(config, weights, f"model.layers.{index}")
+            DecoderLayer(shard.config, weights, f"model.layers.{index}", ranks=ranks)
             for index in range(config.num_layers)
         ]
         self.backend = resolve_backend(attention_backend, self.device, config.head_dim, self.dtype)
-        self.stack = LayerStack(config, layers, self.dtype, self.device, self.backend)
+        self.stack = LayerStack(shard.config, layers, self.dtype, self.device, self.backend)
         self.norm = weights("model.norm.weight")
-        tied = config.tie_word_embeddings
-        self.lm_head = Linear(self.embedding if tied else weights("lm_head.weight"))
+        self.lm_head = self._head(shard, weights)
         if self.stack.fused is not None:
             use_tuned([*self.stack.linears(), self.lm_head], self.device)
+
+    def _head(self, shard: Shard, weights: WeightSource) -> Linear:
+        tied = self.config.tie_word_embeddings
+        weight = shard.words(self.embedding) if tied else weights("lm_head.weight")
+        return Linear(weight) if self.ranks.size == 1 else GatheredLinear(weight, self.ranks)
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Write the KV of every row at `batch.slots`; the final-normed hidden [R, hidden_size] of

@@ -17,6 +17,7 @@ from sgl_spec.layers.backend import Backend
 from sgl_spec.layers.context import AttnBatch, ForwardBatch, KVCache
 from sgl_spec.layers.linear import Linear
 from sgl_spec.layers.norm_rope import RotaryRows, rms_norm, rotary_rows, rotate
+from sgl_spec.layers.parallel import ALONE, Ranks, SummedLinear
 from sgl_spec.layers.wanted import only, shared_by_layer
 from sgl_spec.models.config import ModelConfig
 from sgl_spec.models.rope import attention_factor, inverse_frequencies
@@ -48,24 +49,30 @@ class DecoderLayer:
         prefix: str,
         *,
         input_norm: bool = True,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """prefix: of the weights' names. input_norm: False where attention reads the residual
-        stream as it is."""
+        """config: of this rank's heads and inner columns. prefix: of the weights' names.
+        input_norm: False where attention reads the residual stream as it is."""
         self.eps = config.rms_norm_eps
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
 
-        def linear(names: tuple[str, ...], bias: bool) -> Linear:
-            weight = weights.stacked([f"{prefix}.{name}.weight" for name in names])
-            stored = [f"{prefix}.{name}.bias" for name in names]
-            return Linear(weight, weights.stacked(stored) if bias else None)
+        def stored(names: tuple[str, ...], bias: bool) -> tuple[Tensor, Tensor | None]:
+            weight, added = (
+                [f"{prefix}.{name}.{part}" for name in names] for part in ("weight", "bias")
+            )
+            return weights.stacked(weight), weights.stacked(added) if bias else None
+
+        def summed(name: str, bias: bool) -> Linear:
+            weight, added = stored((name,), bias)
+            return Linear(weight, added) if ranks.size == 1 else SummedLinear(weight, added, ranks)
 
         qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self.qkv = linear(qkv, config.attention_bias)
-        self.output = linear(("self_attn.o_proj",), config.output_bias)
-        self.gate_up = linear(("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias)
-        self.down = linear(("mlp.down_proj",), config.mlp_bias)
+        self.qkv = Linear(*stored(qkv, config.attention_bias))
+        self.output = summed("self_attn.o_proj", config.output_bias)
+        self.gate_up = Linear(*stored(("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias))
+        self.down = summed("mlp.down_proj", config.mlp_bias)
         self.input_norm = weights(f"{prefix}.input_layernorm.weight") if input_norm else None
         self.post_norm = weights(f"{prefix}.post_attention_layernorm.weight")
         self.qk_norm = None

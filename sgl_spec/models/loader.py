@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 
 from sgl_spec.errors import ConfigError, UnsupportedModelError
+from sgl_spec.layers.parallel import ALONE, Ranks
 from sgl_spec.models.checkpoint import short_name
 from sgl_spec.models.config import ModelConfig
 from sgl_spec.models.decoder import Decoder
+from sgl_spec.models.shard import Shard
 from sgl_spec.models.stored import DummyWeights, Shape, StoredWeights, resolve_dtype
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ def load_model(
     context_length: int | None = None,
     role: str = "target",
     attention_backend: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> Decoder:
     """Build the model in `directory` (Hugging Face layout).
 
@@ -37,6 +40,7 @@ def load_model(
     load_format: "auto" and "safetensors" read the weights, "dummy" makes up seeded random ones.
     role: what the log calls the model, "target" or "draft".
     attention_backend: one of `layers.backend.BACKENDS`, None for the device's default.
+    ranks: those that share the model; each reads its part of the weights.
     Raises `UnsupportedModelError` naming what does not fit, `ConfigError` for unreadable files.
     """
     if load_format not in LOAD_FORMATS:
@@ -45,11 +49,11 @@ def load_model(
     config = ModelConfig.from_hf(directory, context_length)
     if torch.device(device).type == "cuda":
         torch.set_float32_matmul_precision("highest")  # TF32 would round what fp32 is asked for
-    start = time.perf_counter()
+    start, shard = time.perf_counter(), Shard(config, ranks)
     if load_format == "dummy":
         resolved = resolve_dtype(dtype, lambda: config.dtype or "float32", device)
-        weights = DummyWeights(expected_shapes(config), resolved, device)
-        model = Decoder(config, weights, attention_backend)
+        weights = DummyWeights(expected_shapes(config), resolved, device, shard.cut)
+        model = Decoder(config, weights, attention_backend, ranks)
     else:
         with StoredWeights(directory) as stored:
             _check(stored, config)
@@ -57,8 +61,8 @@ def load_model(
             stored.dtype = resolve_dtype(
                 dtype, lambda: said or stored.float_dtype(_EMBEDDING), device
             )
-            stored.device = device
-            model = Decoder(config, stored, attention_backend)
+            stored.device, stored.cut = device, shard.cut
+            model = Decoder(config, stored, attention_backend, ranks)
     _log_loaded(model, f"{role} {short_name(directory)}", time.perf_counter() - start)
     return model
 

@@ -20,6 +20,8 @@ from sgl_spec.models.torch_file import load_torch_file
 from sgl_spec.models.upload import Upload
 
 Shape = tuple[int, ...]
+Cut = Callable[[str, Tensor], Tensor]
+"""The part of a stored weight that is wanted, by its name; a view."""
 
 _FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _CODES = {getattr(torch, name): code for code, name in _FLOATS.items()}
@@ -27,6 +29,11 @@ _NAMED = 5  # tensors named in one refusal
 _DUMMY_STD = 0.02
 # Old checkpoints carry the rotary frequencies, which the config determines.
 _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
+
+
+def whole(name: str, weight: Tensor) -> Tensor:
+    """All of it."""
+    return weight
 
 
 class WeightSource(Protocol):
@@ -44,14 +51,16 @@ class WeightSource(Protocol):
 class StoredWeights:
     """The tensors of a directory, one file or several; files are mapped, not read.
 
-    A `WeightSource` in `dtype` on `device`; set both before. pickled: whether
-    `pytorch_model.bin` is read where there are no safetensors, as published heads have it.
+    A `WeightSource` in `dtype` on `device`, of the parts that `cut` gives; set them before.
+    pickled: whether `pytorch_model.bin` is read where there are no safetensors, as published heads
+    have it.
     """
 
     def __init__(self, directory: Path, *, pickled: bool = False) -> None:
         self.directory = directory
         self.dtype = torch.float32
         self.device = "cpu"
+        self.cut: Cut = whole
         self._pickled = pickled
         self._stack = ExitStack()
         self._sources: dict[str, Any] = {}  # tensor name -> open safetensors file, or the tensor
@@ -76,12 +85,13 @@ class StoredWeights:
 
     def stacked(self, names: Sequence[str]) -> Tensor:
         """Copies in one tensor that is allocated once and filled; errors as for one."""
-        shapes = [self.shape(name) for name in names]
-        rows = [shape[0] for shape in shapes]
-        whole = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype, device=self.device)
-        for name, part in zip(names, torch.split(whole, rows), strict=True):
-            self._fill(name, part)
-        return whole
+        sources = [self.cut(name, self.raw(name)) for name in names]
+        rows = [len(source) for source in sources]
+        shape = (sum(rows), *sources[0].shape[1:])
+        stack = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for name, source, part in zip(names, sources, torch.split(stack, rows), strict=True):
+            self._fill(name, source, part)
+        return stack
 
     @property
     def names(self) -> frozenset[str]:
@@ -114,12 +124,12 @@ class StoredWeights:
         for name, shape in expected.items():
             self._check_one(name, shape)
 
-    def _fill(self, name: str, out: Tensor) -> None:
+    def _fill(self, name: str, source: Tensor, out: Tensor) -> None:
         if out.is_cuda:
             self._upload = self._upload or Upload(out.device)
-            self._upload.copy(self.raw(name), out)
+            self._upload.copy(source, out)
         else:
-            out.copy_(self.raw(name))
+            out.copy_(source)
         if not out.is_meta and not _finite(out):
             dtype = str(self.dtype).removeprefix("torch.")
             raise UnsupportedModelError(
@@ -178,8 +188,11 @@ class DummyWeights:
     A GPU makes its own, which are not those of a CPU.
     """
 
-    def __init__(self, shapes: Mapping[str, Shape], dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, shapes: Mapping[str, Shape], dtype: torch.dtype, device: str, cut: Cut | None = None
+    ) -> None:
         self.shapes = shapes
+        self.cut: Cut = cut or whole
         self.dtype = dtype
         self.device = device
 
@@ -190,7 +203,9 @@ class DummyWeights:
         generator = torch.Generator(where).manual_seed(zlib.crc32(name.encode()))
         weight = torch.empty(self.shapes[name], device=where)
         weight.normal_(0.0, _DUMMY_STD, generator=generator)
-        return weight.to(device=self.device, dtype=self.dtype)
+        part = self.cut(name, weight)
+        copied = part.shape != weight.shape
+        return part.to(device=self.device, dtype=self.dtype, copy=copied).contiguous()
 
     def stacked(self, names: Sequence[str]) -> Tensor:
         """See `WeightSource`."""
