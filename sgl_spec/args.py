@@ -169,6 +169,12 @@ class ServerArgs:
     stop_timeout: int = _server(
         5, "Seconds that the engine then has to end; after them it is killed.", check=at_least(1)
     )
+    watchdog_timeout: int = _server(
+        300,
+        "Seconds without a sign of life after which the engine is taken for hung: its stacks go to "
+        "stderr, it is killed, every open request gets a 503, and the server ends. 0: never.",
+        check=at_least(0),
+    )
     served_model_name: str | None = _server(
         None, "Model name that the API shows.", unset="the model path"
     )

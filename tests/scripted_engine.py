@@ -9,6 +9,7 @@ Run as a script it starts the real server around itself: `python tests/scripted_
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import sys
 import time
@@ -45,7 +46,8 @@ class Script(msgspec.Struct, kw_only=True):
     """step_s: time of a step. tokens: given out per step and request. load_s: until Ready.
 
     fail, config_error: what to send as `Failed` in place of Ready. generation_defaults: as a
-    checkpoint would bring them. deaf: ignore Shutdown and SIGTERM.
+    checkpoint would bring them. deaf: ignore Shutdown and SIGTERM. hangs: on this many prompt ids
+    it never returns from C code that holds the interpreter.
     """
 
     step_s: float = 0.01
@@ -55,6 +57,7 @@ class Script(msgspec.Struct, kw_only=True):
     config_error: bool = False
     generation_defaults: dict[str, float] = {}
     deaf: bool = False
+    hangs: int | None = None
 
 
 class Running:
@@ -167,6 +170,8 @@ class ScriptedEngine:
         """Take one message."""
         match message:
             case Submit(request):
+                if len(request.input_ids) == self.script.hangs:
+                    hang()
                 self.submit(Running(request, self.tokenizer, self.eos))
             case Abort(rid):
                 self.abort(rid)
@@ -244,6 +249,11 @@ class ScriptedEngine:
             "acceptance_rule": "follow",
             "memory": {"weight": 0.0, "kvcache": 0.0, "token_capacity": 100_000},
         }
+
+
+def hang() -> None:
+    """Sleep in C without letting go of the interpreter."""
+    ctypes.PyDLL(None).sleep(600)
 
 
 def main(args: ResolvedArgs, to_engine: str, from_engine: str) -> int:

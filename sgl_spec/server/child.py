@@ -7,6 +7,7 @@ stdin. It imports nothing of the engine by name, so that the API side stays free
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import os
 import signal
@@ -19,6 +20,8 @@ from sgl_spec.args import ResolvedArgs
 from sgl_spec.server.logs import configure_logging
 
 PR_SET_PDEATHSIG = 1
+# Writes the stacks of all threads to stderr, also while C code holds the interpreter.
+STACKS_SIGNAL = signal.SIGUSR1
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +51,7 @@ def die_with_parent(parent: int) -> None:
 def main() -> None:
     """Read the `Boot` and run the engine until it ends."""
     die_with_parent(int(sys.argv[1]))
+    faulthandler.register(STACKS_SIGNAL)
     boot = msgspec.json.decode(sys.stdin.buffer.read(), type=Boot)
     args = ResolvedArgs(**boot.args)
     configure_logging(args.log_level, "engine")

@@ -40,6 +40,7 @@ from sgl_spec.server.logs import RequestLog
 logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 10.0
+SILENT_INTERVALS = 5
 DRAINING = "The server is shutting down and takes no new requests."
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -278,6 +279,20 @@ class Frontend:
             raise UnavailableError(f"The engine did not answer within {timeout_s:.0f} s.") from None
         finally:
             self._calls.pop(call_id, None)
+
+    async def silent(self, seconds: float) -> None:
+        """Return when the engine has sent nothing for so long. It is asked now and then, since one
+        that is idle or busy has nothing to say by itself.
+
+        Silence is counted in intervals that this process has seen pass, so that one which was
+        stopped itself (a debugger, a sleeping machine) does not blame the engine.
+        """
+        unanswered = 0
+        while unanswered < SILENT_INTERVALS:
+            before = self.received
+            self._send(Control(next(self._call_ids), "state"))
+            await asyncio.sleep(seconds / SILENT_INTERVALS)
+            unanswered = unanswered + 1 if self.received == before else 0
 
     async def state(self) -> EngineState:
         """The engine's counters."""

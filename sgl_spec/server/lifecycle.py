@@ -33,6 +33,7 @@ ABORT_TIMEOUT_S = 2.0
 ENGINE_CONNECT_TIMEOUT_S = 10.0
 HTTP_CLOSE_TIMEOUT_S = 2
 LAST_WORDS_S = 0.2
+STACKS_S = 1.0
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
 
@@ -133,7 +134,9 @@ class Server:
         ends = [self._engine.exited, self._signal]
         await _first([boot, *ends])
         if boot.done() and boot.exception() is None:
+            watchdog = asyncio.create_task(self._watchdog())
             await _first(ends)
+            watchdog.cancel()
         elif not boot.cancel():
             return await self._boot_failed(boot)
         if self._engine.exited.done():
@@ -161,6 +164,19 @@ class Server:
         scheme = "http" if self._args.ssl_keyfile is None else "https"
         sys.stdout.write(f"Ready: {self._args.served_model_name} at {scheme}://{shown}:{port}\n")
         sys.stdout.flush()
+
+    async def _watchdog(self) -> None:
+        """Kill an engine that hangs; its end is then told as any other."""
+        seconds = self._args.watchdog_timeout
+        if not seconds:
+            return
+        await self._frontend.silent(seconds)
+        hung = f"The engine showed no sign of life for {seconds} s (--watchdog-timeout)"
+        logger.error("%s. Its stacks follow; then it is killed.", hung)
+        self._engine.show_stacks()
+        await asyncio.sleep(STACKS_S)
+        self._failed = Failed(f"{hung} and was killed; stderr has its stacks.")
+        self._engine.kill()
 
     async def _boot_failed(self, boot: asyncio.Task[None]) -> int:
         error = boot.exception()

@@ -20,7 +20,7 @@ import zmq.asyncio
 from sgl_spec.args import ResolvedArgs
 from sgl_spec.errors import ConfigError
 from sgl_spec.messages import FromEngine, ToEngine, decode_from_engine, encode
-from sgl_spec.server.child import Boot
+from sgl_spec.server.child import STACKS_SIGNAL, Boot
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +125,11 @@ class Engine:
             if await self.wait(KILL_AFTER_TERM_S) is None:
                 self.kill()
                 await self.wait(KILL_AFTER_TERM_S)
+
+    def show_stacks(self) -> None:
+        """Have the process write where its threads are to stderr."""
+        if self._process.poll() is None:
+            self._process.send_signal(STACKS_SIGNAL)
 
     def kill(self) -> None:
         """End the process at once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -106,6 +107,48 @@ def test_engine_death_answers_all_and_ends_the_server(start: Start, n: int) -> N
         assert done == "data: [DONE]"
     server.expect_end(1)
     assert time.monotonic() - died < 3
+
+
+def ends_in_503(server: Scripted, asks: int, hang: object) -> None:
+    """Open requests, and those that come while the engine hangs, each get their one 503."""
+    started = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        stream = pool.submit(read_stream, server, started)
+        assert started.wait(5)
+        replies = [pool.submit(server.client.post, "/generate", json=hang) for _ in range(asks)]
+        for reply in replies:
+            assert reply.result(20).status_code == 503
+            assert "no sign of life for 1 s" in reply.result().json()["error"]["message"]
+        *_, error, done = stream.result(20)
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+    assert done == "data: [DONE]"
+    server.expect_end(1)
+
+
+def test_a_hung_engine_shows_its_stacks_and_ends(start: Start) -> None:
+    server = start("--watchdog-timeout", "1", hangs=7)
+    ends_in_503(server, 3, body([5] * 7, **LONG))
+    log = server.stderr.read_text()
+    assert "Its stacks follow" in log
+    assert re.search(r'File ".*scripted_engine.py", line \d+ in hang$', log, re.MULTILINE)
+
+
+def test_a_stopped_engine_ends(start: Start) -> None:
+    server = start("--watchdog-timeout", "1")
+    server.generate("before", max_new_tokens=4)
+    engine = server.engine
+    threading.Timer(0.5, engine.suspend).start()
+    ends_in_503(server, 3, body("x", **LONG))
+
+
+def test_a_quiet_engine_is_left_alone(start: Start) -> None:
+    server = start("--watchdog-timeout", "1")
+    time.sleep(2.5)  # idle
+    server.process.send_signal(signal.SIGSTOP)  # it cannot hear the engine meanwhile
+    time.sleep(2)
+    server.process.send_signal(signal.SIGCONT)
+    time.sleep(1)
+    server.generate("after", max_new_tokens=4)
 
 
 def test_no_request_hangs_around_the_engines_death(start: Start) -> None:
