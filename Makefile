@@ -11,6 +11,7 @@
 #   make check   what CI runs: lint, types, test
 #   make clients make .venv-clients with programs that agents are built on, which `make slow` tries
 #   make slow    the full matrix
+#   make check-server storms against a started server for each algorithm, then killed and hung engines
 #   make gpu     the tests that need a GPU; what came of them goes to docs/results/gpu-tests.json
 #
 # Variables: PORT=30000, ARGS="more server flags", PYTEST_ARGS, PYTHON=python3, VENV=.venv, and
@@ -28,7 +29,7 @@ SERVER := $(VENV)/.server
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --only-binary :all: -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help serve setup test clients slow gpu lint types check
+.PHONY: help serve setup test clients slow check-server gpu lint types check
 
 help:
 	@sed -n '4,/^$$/s/^# \{0,1\}//p' Makefile
@@ -76,6 +77,9 @@ $(CLIENTS): tests/clients.txt
 
 slow: $(STAMP) $(CLIENTS)
 	$(BIN)/python -m pytest -m 'slow and not gpu' --durations 15 $(PYTEST_ARGS)
+
+check-server: $(STAMP)
+	$(BIN)/python tests/check_server.py --json docs/results/check-server.json $(ARGS)
 
 gpu: $(STAMP)
 	@$(BIN)/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu needs a CUDA device; torch sees none.")'

@@ -152,6 +152,13 @@ class ServerArgs:
     host: str = _server("127.0.0.1", "Address to listen on.")
     port: int = _server(30000, "Port to listen on.", check=between(1, 65535))
     api_key: str | None = _server(None, "Bearer token that requests must carry.", secret=True)
+    max_requests_per_key: int | None = _server(
+        None,
+        "Most requests that one Authorization header may have open at once, or those without one "
+        "together; one more gets a 429.",
+        check=at_least(1),
+        unset="no bound",
+    )
     ssl_keyfile: str | None = _server(None, "Private key for HTTPS, a PEM file.")
     ssl_certfile: str | None = _server(None, "Certificate (and chain) for HTTPS, a PEM file.")
     ssl_keyfile_password: str | None = _server(None, "Password of the key.", secret=True)

@@ -53,6 +53,13 @@ class NotFoundError(SglSpecError):
     type = "NotFoundError"
 
 
+class RequestTimeoutError(SglSpecError):
+    """The rest of the request body did not come."""
+
+    status = 408
+    type = "BadRequestError"
+
+
 class PayloadTooLargeError(SglSpecError):
     """The request body is larger than the server reads."""
 
@@ -65,6 +72,13 @@ class UnsupportedMediaTypeError(SglSpecError):
 
     status = 415
     type = "BadRequestError"
+
+
+class TooManyRequestsError(SglSpecError):
+    """A key has as many requests open as it may (--max-requests-per-key)."""
+
+    status = 429
+    type = "RateLimitError"
 
 
 class UnavailableError(SglSpecError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -67,6 +68,15 @@ def main(args: ServerArgs, to_engine_addr: str, from_engine_addr: str) -> int:
         context.term()
 
 
+def give_memory_back() -> None:
+    """Have glibc return what is free in its heap. Between the tensors of one batch and those of the
+    next stay small things that live on, so that free memory never ends the heap by itself, and a
+    process would grow with every new mix of batches."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 class EngineLoop:
     """Receives, steps and replies until told to end."""
 
@@ -76,6 +86,7 @@ class EngineLoop:
         self.outbox = outbox
         self._ending = False
         self._idle = False
+        self._stepped = False  # since memory was given back
         self._parent = os.getppid()
 
     def run(self) -> None:
@@ -92,13 +103,22 @@ class EngineLoop:
         """Take every message that has come; wait for one only when there is nothing to do, and
         when that has lasted, get ready for what may come."""
         nothing = not (self.engine.has_work or self._ending)
-        if nothing and self._idle and not self.inbox.poll(0) and self.engine.prepare_more():
+        if nothing and self._idle and not self.inbox.poll(0) and self._prepare():
             return
         wait = IDLE_POLL_MS if nothing else 0
         self._idle = nothing
         while self.inbox.poll(wait):
             self._handle(decode_to_engine(self.inbox.recv()))
             wait, self._idle = 0, False
+
+    def _prepare(self) -> bool:
+        """Use a moment without work; whether there may be more to do in the next."""
+        if self.engine.prepare_more():
+            return True
+        if self._stepped:
+            self._stepped = False
+            give_memory_back()
+        return False
 
     def _handle(self, message: ToEngine) -> None:
         match message:
@@ -123,6 +143,7 @@ class EngineLoop:
         return ControlReply(call_id=call.call_id, ok=True, message=message, data=data)
 
     def _send_chunks(self) -> None:
+        self._stepped = True
         chunks = self.engine.step()
         if chunks:
             self._send(Chunks(chunks=chunks))

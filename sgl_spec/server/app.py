@@ -29,6 +29,7 @@ from sgl_spec.server.http import (
     Counted,
     EventStream,
     Json,
+    PerKey,
     Run,
     TrailingSlash,
     error_body,
@@ -286,10 +287,13 @@ def _openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
 
 
 def build_app(
-    state: ServerState, api_key: str | None, tell: Callable[[str, str, int], None] | None = None
+    state: ServerState,
+    api_key: str | None,
+    tell: Callable[[str, str, int], None] | None = None,
+    per_key: int | None = None,
 ) -> FastAPI:
-    """The ASGI application over `state`. tell: see `Counted`. /docs and /redoc come with what they
-    show, so that they work without a network."""
+    """The ASGI application over `state`. tell: see `Counted`. per_key: see `PerKey`. /docs and
+    /redoc come with what they show, so that they work without a network."""
     app = FastAPIOffline(title="sgl-spec", version=sgl_spec.__version__, redirect_slashes=False)
     app.state.server = state
     app.include_router(router)
@@ -299,6 +303,8 @@ def build_app(
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
+    if per_key is not None:
+        app.add_middleware(PerKey, limit=per_key)
     if api_key is not None:
         app.add_middleware(ApiKey, key=api_key)
     app.add_middleware(TrailingSlash)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -16,7 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sgl_spec.errors import (
     InvalidRequestError,
     PayloadTooLargeError,
+    RequestTimeoutError,
     SglSpecError,
+    TooManyRequestsError,
     UnauthorizedError,
     UnsupportedMediaTypeError,
     preview,
@@ -29,11 +33,16 @@ from sgl_spec.server.requests import Made
 MAX_BODY_BYTES = 8 * 2**20
 # A body over the limit is read to this size and dropped, so that its sender gets to see the 413.
 MAX_DROPPED_BYTES = 64 * 2**20
+BODY_TIMEOUT_S = 60.0
 DONE = b"data: [DONE]\n\n"
 
 
 # A server that loads, or whose queue is full, may be ready when it is asked again.
-_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "5"}}
+_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "5"},
+}
 
 
 class Json(Response):
@@ -98,6 +107,16 @@ def _check_content_type(request: Request) -> None:
 
 
 async def _read_body(request: Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await _read_whole(request)
+    except TimeoutError:
+        raise RequestTimeoutError(
+            f"The request body did not come within {BODY_TIMEOUT_S:.0f} s."
+        ) from None
+
+
+async def _read_whole(request: Request) -> bytes:
     body = bytearray()
     size = 0
     async for part in request.stream():
@@ -261,6 +280,36 @@ class Counted:
             await send(message)
 
         await self._app(scope, receive, listen if scope["type"] == "http" else send)
+
+
+class PerKey:
+    """ASGI middleware: a key (an Authorization header, or none) has at most so many requests open.
+    Those of `POLLED` do not count."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+        self._open: Counter[bytes] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or reply 429."""
+        if scope["type"] != "http" or scope["path"] in POLLED:
+            await self._app(scope, receive, send)
+            return
+        key = dict(scope["headers"]).get(b"authorization", b"")
+        if self._open[key] >= self._limit:
+            error = TooManyRequestsError(
+                f"This key has {self._limit} requests open, as many as it may at once."
+            )
+            await error_reply(scope["path"], error)(scope, receive, send)
+            return
+        self._open[key] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._open[key] -= 1
+            if not self._open[key]:
+                del self._open[key]
 
 
 class ApiKey:

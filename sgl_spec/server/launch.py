@@ -18,6 +18,11 @@ from sgl_spec.server.processes import ENGINE_ENTRY
 from sgl_spec.server.tokenizer import require_template
 
 BACKLOG = 2048
+# A client whose machine or network is gone sends nothing, not even an end: the kernel asks for it
+# after a silence, and gives a connection up on which nothing sent was taken for so long, be it that
+# nobody is there or that somebody never reads.
+SILENCE_S = 60
+GONE_S = 120
 
 
 def run(argv: Sequence[str], entry: str = ENGINE_ENTRY) -> int:
@@ -57,6 +62,15 @@ def require_certificate(args: ResolvedArgs) -> None:
         ) from error
 
 
+def give_up_the_gone(listener: socket.socket) -> None:
+    """Let connections that this socket accepts end when their client has gone without a word."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 4)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE_S * 1000)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; raises `ConfigError` when the address cannot be had."""
     listener = None
@@ -66,6 +80,7 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        give_up_the_gone(listener)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sgl_spec.args import ResolvedArgs
 from sgl_spec.errors import ConfigError, SglSpecError
@@ -44,6 +45,26 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _Connection(HttpToolsProtocol):
+    """uvicorn's, which waits for ever for a request that a client has not begun or not sent the
+    head of; here it has the time that an idle connection has."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._limit()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._limit()
+
+    def _limit(self) -> None:
+        if self.timeout_keep_alive_task is None and not self.transport.is_closing():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
 
 class Server:
@@ -95,8 +116,9 @@ class Server:
                 self._state,
                 self._args.api_key,
                 None if self._metrics is None else self._metrics.responded,
+                self._args.max_requests_per_key,
             ),
-            http="httptools",
+            http=_Connection,
             lifespan="off",
             log_config=None,
             server_header=False,

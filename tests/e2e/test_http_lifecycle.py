@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import json
 import re
 import signal
@@ -19,7 +21,12 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from fastapi import Request
 from scripted import Scripted, Start, body, starter
+from serving import free_port
+
+from sgl_spec.errors import RequestTimeoutError
+from sgl_spec.server import http, launch
 
 LONG = {"max_new_tokens": 1500, "ignore_eos": True}
 STREAM = body("x", extra={"stream": True}, **LONG)
@@ -242,6 +249,50 @@ def test_an_idle_connection_is_closed_when_the_flag_says(start: Start) -> None:
         began = time.monotonic()
         assert idle.sock.recv(1) == b""
     assert 0.5 < time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("said", [b"", b"POST /generate HTTP/1.1\r\nHost: x\r\n"])
+def test_a_connection_without_a_request_is_closed(start: Start, said: bytes) -> None:
+    server = start("--timeout-keep-alive", "1")
+    port = int(server.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as silent:
+        silent.sendall(said)
+        began = time.monotonic()
+        assert silent.recv(1) == b""
+    assert 0.5 < time.monotonic() - began < 5
+
+
+def test_half_a_body_is_waited_for_no_longer_than_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.1)
+
+    async def half() -> dict[str, object]:
+        if not sent:
+            sent.append(part)
+            return part
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    part = {"type": "http.request", "body": b"{", "more_body": True}
+    sent: list[object] = []
+    request = Request({"type": "http", "path": "/generate", "headers": []}, half)
+    with pytest.raises(RequestTimeoutError, match="did not come within"):
+        asyncio.run(http.read_json(request))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the option is Linux's")
+def test_a_client_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel, which then fails what is sent to it."""
+    monkeypatch.setattr(launch, "GONE_S", 1)
+    with contextlib.closing(launch.listen("127.0.0.1", free_port())) as listener:
+        address = listener.getsockname()
+        with socket.create_connection(address):
+            accepted, _ = listener.accept()
+            began = time.monotonic()
+            accepted.settimeout(20)
+            with accepted, pytest.raises(OSError) as gone:
+                accepted.sendall(bytes(1 << 28))
+    assert gone.value.errno == errno.ETIMEDOUT, gone.value
+    assert time.monotonic() - began < 19
 
 
 def test_an_engine_deaf_to_shutdown_is_killed(start: Start) -> None:

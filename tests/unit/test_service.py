@@ -17,7 +17,7 @@ from sgl_spec.messages import Chunks, OutputChunk, Submit, ToEngine
 from sgl_spec.request import FinishReason, Logprobs
 from sgl_spec.server.app import ServerState, build_app
 from sgl_spec.server.frontend import Frontend
-from sgl_spec.server.http import ApiKey
+from sgl_spec.server.http import ApiKey, PerKey
 from sgl_spec.server.logs import POLLED
 from sgl_spec.server.output import failure_of
 from sgl_spec.server.service import Service
@@ -228,6 +228,36 @@ def test_a_key_may_hold_any_characters(key: str) -> None:
     assert status("/generate") == 401
     assert [status(path) for path in POLLED] == [200, 200, 200]
     assert [status(path) for path in ("/healthy", "/health/x", "/metrics2")] == [401] * 3
+
+
+def test_a_key_has_so_many_requests_open() -> None:
+    async def body() -> None:
+        going_on = asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await going_on.wait()
+            await send({"status": 200})
+
+        limited = PerKey(app, 2)
+        seen: list[Any] = []
+
+        def ask(key: bytes, path: str = "/generate") -> asyncio.Task[None]:
+            async def send(message: Any) -> None:
+                if "status" in message:
+                    seen.append((key, message["status"]))
+
+            scope = {"type": "http", "path": path, "headers": [(b"authorization", key)]}
+            return asyncio.create_task(limited(scope, None, send))  # type: ignore[arg-type]
+
+        tasks = [ask(b"a"), ask(b"a"), ask(b"b"), ask(b"a"), ask(b"a", "/health")]
+        await asyncio.sleep(0.01)
+        assert seen == [(b"a", 429)]
+        going_on.set()
+        await asyncio.gather(*tasks, ask(b"a"))
+        assert sorted(seen[1:]) == [(b"a", 200)] * 4 + [(b"b", 200)]
+        assert not limited._open
+
+    asyncio.run(body())
 
 
 @pytest.mark.parametrize("origin", [None, "http://a.page"])
