@@ -19,17 +19,18 @@ if "torch" in sys.modules and "GOMP_SPINCOUNT" not in os.environ:
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:
-    from sgl_spec.llm import LLM, Completion
+    from sgl_spec.llm import LLM, Completion, Piece
     from sgl_spec.request import LogprobParams, SamplingParams
     from sgl_spec.speculative.base import register_drafter
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "LogprobParams", "SamplingParams", "register_drafter"]
+__all__ = ["LLM", "Completion", "LogprobParams", "Piece", "SamplingParams", "register_drafter"]
 
 _HOME = {
     "LLM": "sgl_spec.llm",
     "Completion": "sgl_spec.llm",
     "LogprobParams": "sgl_spec.request",
+    "Piece": "sgl_spec.llm",
     "SamplingParams": "sgl_spec.request",
     "register_drafter": "sgl_spec.speculative.base",
 }

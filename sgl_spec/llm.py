@@ -7,16 +7,20 @@ print(llm.generate("The capital of France is", {"temperature": 0})[0].text)
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import operator
+import queue
 import random
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 import msgspec
+from tqdm import tqdm
 
 from sgl_spec.args import ServerArgs
 from sgl_spec.engine.engine import Engine
@@ -37,10 +41,12 @@ from sgl_spec.request import (
     derive_seed,
 )
 from sgl_spec.speculative.base import registered_drafters
+from sgl_spec.streams import News, Streams, followed, joined
 from sgl_spec.text import PROMPT_TAIL, OutputText
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Mapping[str, Any] | None
+Asks = LogprobParams | Sequence[LogprobParams | None] | None
 # What a mapping may hold. `grammar_field` words the server's messages and is for nobody to give.
 _FIELDS = [*SamplingParams.__struct_fields__, "n", "sampling_seed"]
 _FIELDS.remove("grammar_field")
@@ -64,6 +70,17 @@ class Completion:
     draft_trees: list[DraftRound] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """News of a stream. index: whose, as `generate` would order the completions. text, output_ids:
+    what is new. completion: all of it, once that request has ended."""
+
+    index: int
+    text: str
+    output_ids: list[int]
+    completion: Completion | None = None
+
+
 class LLM:
     """A model in this process. `flags` are the server's options by field name; SGLang's other flags
     are accepted or refused as on the command line.
@@ -78,9 +95,16 @@ class LLM:
         self._engine: Engine | None = Engine(args.resolve(registered_drafters()))
         self._failure = ""  # what broke the engine off
         self._seeds = random.Random(self.engine.args.random_seed)
-        self._serial = 0
+        self._serial = itertools.count(1)
         self._lock = threading.RLock()  # a signal's handler may come in the middle of a call
         self._calling = False
+        self._streams = Streams(
+            self._lock,
+            lambda request: self.engine.submit(request),
+            lambda rid: self.engine.abort(rid),
+            lambda: self._step(),
+            lambda: self._engine is not None and self._engine.has_work,
+        )
 
     @property
     def engine(self) -> Engine:
@@ -117,48 +141,153 @@ class LLM:
         """Token ids of a raw text, special tokens added as the tokenizer says."""
         return list(self.engine.tokenizer.encode(text).ids)
 
+    @overload
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: Params | Sequence[Params] = None,
-        logprobs: LogprobParams | Sequence[LogprobParams | None] | None = None,
+        logprobs: Asks = None,
         *,
         sampling_params: Params | Sequence[Params] = None,
         draft_trees: bool = False,
-    ) -> list[Completion]:
+        stream: Literal[False] = False,
+        use_tqdm: bool = False,
+    ) -> list[Completion]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Params | Sequence[Params] = None,
+        logprobs: Asks = None,
+        *,
+        sampling_params: Params | Sequence[Params] = None,
+        draft_trees: bool = False,
+        stream: Literal[True],
+    ) -> Iterator[Piece]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Params | Sequence[Params] = None,
+        logprobs: Asks = None,
+        *,
+        sampling_params: Params | Sequence[Params] = None,
+        draft_trees: bool = False,
+        stream: bool = False,
+        use_tqdm: bool = False,
+    ) -> list[Completion] | Iterator[Piece]:
         """Complete one prompt or several (texts or id lists) together; results in their order.
 
         sampling: one for all or one each; a mapping names fields of `SamplingParams`, and may hold
         `n` for that many completions of its prompt, which follow each other in the result (their
         seeds are derived as over HTTP). `sampling_params` is another word for it. logprobs: what to
         report of log-probabilities, one for all or one each; None is nothing. draft_trees: whether
-        to report rounds, at most `request.MAX_DRAFT_ROUNDS` of each request. Raises
+        to report rounds, at most `request.MAX_DRAFT_ROUNDS` of each request. stream: give a `Piece`
+        whenever there is news; the requests run on while those are read, and are dropped when the
+        iterator is closed. use_tqdm: show a bar of the requests that have ended. Raises
         `InvalidRequestError` before anything runs if a prompt or a field cannot be served.
 
         Ctrl-C ends the call after the step under way and drops its requests; the next call finds
         everything in order. An exception within a step ends the engine: every later call is an
         `EngineDeadError` that tells it.
         """
-        if sampling is not None and sampling_params is not None:
-            raise InvalidRequestError(
-                "sampling and sampling_params mean the same; give one of them.", param="sampling"
-            )
-        given = sampling_params if sampling is None else sampling
-        batch = _as_batch(prompts)
-        params = _per_prompt("sampling", given, SamplingParams | Mapping, len(batch))
-        asks = _per_prompt("logprobs", logprobs, LogprobParams, len(batch))
+        given = _one_sampling(sampling, sampling_params)
+        if stream:
+            return self._pieces(self._prepare(prompts, given, logprobs, draft_trees, stream=True))
         with self._call():
-            several = len(batch) != 1
-            places = [f"prompts[{i}]" if several else "prompts" for i in range(len(batch))]
-            each = zip(places, batch, params, asks, strict=True)
-            made = [self._requests(*one) for one in each]
-            requests = [
-                msgspec.structs.replace(request, draft_trees=draft_trees)
-                for of_prompt in made
-                for request in of_prompt
-            ]
-            chunks = self._run(requests)
+            requests = self._prepare(prompts, given, logprobs, draft_trees)
+            with tqdm(total=len(requests), disable=not use_tqdm, unit="request") as bar:
+                chunks = self._run(requests, bar.update)
             return [self._completion(request, chunks[request.rid]) for request in requests]
+
+    @overload
+    async def async_generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Params | Sequence[Params] = None,
+        logprobs: Asks = None,
+        *,
+        sampling_params: Params | Sequence[Params] = None,
+        draft_trees: bool = False,
+        stream: Literal[False] = False,
+    ) -> list[Completion]: ...
+
+    @overload
+    async def async_generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Params | Sequence[Params] = None,
+        logprobs: Asks = None,
+        *,
+        sampling_params: Params | Sequence[Params] = None,
+        draft_trees: bool = False,
+        stream: Literal[True],
+    ) -> AsyncIterator[Piece]: ...
+
+    async def async_generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Params | Sequence[Params] = None,
+        logprobs: Asks = None,
+        *,
+        sampling_params: Params | Sequence[Params] = None,
+        draft_trees: bool = False,
+        stream: bool = False,
+    ) -> list[Completion] | AsyncIterator[Piece]:
+        """`generate` for asyncio: calls that wait at the same time run in one batch. A call that is
+        cancelled drops its requests."""
+        given = _one_sampling(sampling, sampling_params)
+        requests = self._prepare(prompts, given, logprobs, draft_trees, stream=stream)
+        pieces = self._async_pieces(requests)
+        if stream:
+            return pieces
+        done = {piece.index: piece.completion async for piece in pieces}
+        return [one for i in range(len(requests)) if (one := done[i]) is not None]
+
+    def _prepare(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Params | Sequence[Params],
+        logprobs: Asks,
+        draft_trees: bool,
+        *,
+        stream: bool = False,
+    ) -> list[TokenizedRequest]:
+        batch = _as_batch(prompts)
+        params = _per_prompt("sampling", sampling, SamplingParams | Mapping, len(batch))
+        asks = _per_prompt("logprobs", logprobs, LogprobParams, len(batch))
+        several = len(batch) != 1
+        places = [f"prompts[{i}]" if several else "prompts" for i in range(len(batch))]
+        made = [self._requests(*one) for one in zip(places, batch, params, asks, strict=True)]
+        return [
+            msgspec.structs.replace(request, draft_trees=draft_trees, stream=stream)
+            for of_prompt in made
+            for request in of_prompt
+        ]
+
+    def _pieces(self, requests: list[TokenizedRequest]) -> Iterator[Piece]:
+        news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        follow = _Follow(self, requests)
+        self._streams.open(requests, news.put)
+        try:
+            yield from map(follow.piece, followed(news, len(requests)))
+        finally:
+            self._streams.close(requests)
+
+    async def _async_pieces(self, requests: list[TokenizedRequest]) -> AsyncIterator[Piece]:
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[News]()
+        follow, running = _Follow(self, requests), len(requests)
+        self._streams.open(requests, lambda one: _hand_over(loop, lambda: news.put_nowait(one)))
+        try:
+            while running:
+                one = await news.get()
+                if isinstance(one, BaseException):
+                    raise one
+                running -= one.finish is not None
+                yield follow.piece(one)
+        finally:
+            self._streams.close(requests)
 
     @contextmanager
     def _call(self) -> Iterator[None]:
@@ -185,9 +314,8 @@ class LLM:
         seed = self._seeds.getrandbits(SEED_BITS) if sampling.seed is None else sampling.seed
         made = []
         for choice in range(choices):
-            self._serial += 1
             seeded = msgspec.structs.replace(sampling, seed=derive_seed(seed, choice))
-            rid = f"offline-{self._serial}"
+            rid = f"offline-{next(self._serial)}"
             made.append(
                 TokenizedRequest(rid=rid, input_ids=ids, sampling=seeded, logprobs=logprobs)
             )
@@ -223,7 +351,9 @@ class LLM:
         if total > pool:
             raise _too_long(ids, sampling, f"the {pool} that max_total_tokens leaves to a request")
 
-    def _run(self, requests: Sequence[TokenizedRequest]) -> dict[str, OutputChunk]:
+    def _run(
+        self, requests: Sequence[TokenizedRequest], ended: Callable[[int], object]
+    ) -> dict[str, OutputChunk]:
         done: dict[str, OutputChunk] = {}
         with Interrupts() as interrupts:
             try:
@@ -231,7 +361,9 @@ class LLM:
                     self.engine.submit(request)
                 while self.engine.has_work:
                     interrupts.deliver()
-                    done.update((chunk.rid, chunk) for chunk in self._step() if chunk.finish)
+                    new = [chunk for chunk in self._step() if chunk.finish]
+                    done.update((chunk.rid, chunk) for chunk in new)
+                    ended(len(new))
             except BaseException:
                 if self._engine is not None:
                     self._drop(requests)
@@ -276,15 +408,54 @@ class LLM:
         )
 
     def _text(self, request: TokenizedRequest, chunk: OutputChunk, finish: FinishReason) -> str:
+        return self._output_text(request).finish(chunk.ids, finish.matched)
+
+    def _output_text(self, request: TokenizedRequest) -> OutputText:
         sampling = request.sampling
-        text = OutputText(
+        return OutputText(
             self.engine.tokenizer,
             sampling.stop,
             skip_special_tokens=sampling.skip_special_tokens,
             no_stop_trim=sampling.no_stop_trim,
             prompt_tail=request.input_ids[-PROMPT_TAIL:],
         )
-        return text.finish(chunk.ids, finish.matched)
+
+
+class _Follow:
+    """Turns the chunks of a stream's requests into pieces."""
+
+    def __init__(self, llm: LLM, requests: Sequence[TokenizedRequest]) -> None:
+        self._llm = llm
+        self._requests = {request.rid: (i, request) for i, request in enumerate(requests)}
+        self._texts = {request.rid: llm._output_text(request) for request in requests}
+        self._chunks: dict[str, list[OutputChunk]] = {rid: [] for rid in self._requests}
+
+    def piece(self, chunk: OutputChunk) -> Piece:
+        """What is new."""
+        index, request = self._requests[chunk.rid]
+        text, chunks = self._texts[chunk.rid], self._chunks[chunk.rid]
+        chunks.append(chunk)
+        if chunk.finish is None:
+            return Piece(index, text.push(chunk.ids), chunk.ids)
+        completion = self._llm._completion(request, joined(chunks))
+        last = text.finish(chunk.ids, chunk.finish.matched)
+        return Piece(index, last, chunk.ids, completion)
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """To a loop that may have ended with those that waited in it."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(call)
+
+
+def _one_sampling(
+    sampling: Params | Sequence[Params], other: Params | Sequence[Params]
+) -> Params | Sequence[Params]:
+    if sampling is not None and other is not None:
+        raise InvalidRequestError(
+            "sampling and sampling_params mean the same; give one of them.", param="sampling"
+        )
+    return other if sampling is None else sampling
 
 
 def _too_long(ids: list[int], sampling: SamplingParams, bound: str) -> InvalidRequestError:

@@ -29,7 +29,7 @@ from storm import Calm, Storm
 from talk import body
 from tiny import make_tiny
 
-from sgl_spec.bench.report import provenance
+from sgl_spec.bench.report import provenance, write_row
 
 FLAGS = ("--max-total-tokens", "1600", "--max-running-requests", "48")
 WATCHDOG_S = 4
@@ -132,7 +132,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=30)
     made.add_argument("--streams", type=int, default=48)
     made.add_argument("--mixed", type=int, default=100)
-    made.add_argument("--json", type=Path, help="file for the row")
+    made.add_argument("--json", type=Path, help="file that the row is added to")
     return made
 
 
@@ -151,7 +151,7 @@ def main() -> int:
             row["algorithms"][algorithm] = {"problems": [f"{type(error).__name__}: {error}"]}
         print(algorithm, row["algorithms"][algorithm]["problems"] or "is flat", flush=True)
     if options.json is not None:
-        options.json.write_text(json.dumps(row) + "\n")
+        write_row(options.json, row)
     return any(one["problems"] for one in row["algorithms"].values())
 
 

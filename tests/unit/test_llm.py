@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from sgl_spec import LLM
-from sgl_spec.errors import ConfigError, InvalidRequestError
+from sgl_spec import LLM, LogprobParams
+from sgl_spec.errors import ConfigError, EngineDeadError, InvalidRequestError, SglSpecError
 from sgl_spec.request import derive_seed
 
 GREEDY = {"temperature": 0, "max_new_tokens": 20}
@@ -157,3 +158,70 @@ def test_rounds_are_shown_where_asked_for(llm: LLM) -> None:
     assert done.draft_trees is not None
     emitted = [token for one in done.draft_trees for token in one.emitted]
     assert done.output_ids[1:] == emitted == other.output_ids[1:]
+
+
+def test_a_stream_tells_the_same(llm: LLM) -> None:
+    prompts = [[5, 6, 7], "The harbour master"]
+    sampling = {"temperature": 0, "max_new_tokens": 20, "n": 2}
+    ask = LogprobParams(top_logprobs_num=2)
+    whole = llm.generate(prompts, sampling, ask)
+    pieces = list(llm.generate(prompts, sampling, ask, stream=True))
+    assert len(pieces) > 20, "it came bit by bit"
+    for index, expected in enumerate(whole):
+        mine = [piece for piece in pieces if piece.index == index]
+        assert "".join(piece.text for piece in mine) == expected.text
+        assert [i for piece in mine for i in piece.output_ids] == expected.output_ids
+        ended = [piece.completion for piece in mine if piece.completion is not None]
+        assert [one.output_ids for one in ended] == [expected.output_ids]
+        assert ended[0].text == expected.text
+        assert ended[0].logprobs == expected.logprobs
+
+
+def test_a_stream_that_is_left_drops_its_request(llm: LLM) -> None:
+    stream = llm.generate([5, 6, 7], {"max_new_tokens": 1500, "ignore_eos": True}, stream=True)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    llm.generate([5], GREEDY)  # waits until the engine is free
+    assert llm.engine.counters.generated < 1500
+    assert not llm.engine.has_work
+
+
+def test_calls_of_asyncio_share_a_batch(llm: LLM) -> None:
+    expected = [llm.generate([i + 3, 9, 8], GREEDY)[0].output_ids for i in range(6)]
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, len(llm.engine.scheduler.running))
+            await asyncio.sleep(0.001)
+
+    async def run() -> list[list[int]]:
+        watcher = asyncio.create_task(watch())
+        calls = [llm.async_generate([i + 3, 9, 8], GREEDY) for i in range(6)]
+        found = [(await call)[0].output_ids for call in asyncio.as_completed(calls)]
+        pieces = [p async for p in await llm.async_generate([3, 9, 8], GREEDY, stream=True)]
+        assert [i for piece in pieces for i in piece.output_ids] == expected[0]
+        watcher.cancel()
+        return found
+
+    assert sorted(asyncio.run(run())) == sorted(expected)
+    assert most > 1, "they ran together"
+
+
+def test_a_fault_reaches_those_that_follow(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = LLM(str(tiny_model_dir), max_total_tokens=2000, max_running_requests=2)
+    monkeypatch.setattr(own.engine.scheduler, "step", lambda: 1 // 0)
+    with pytest.raises(SglSpecError, match="division"):
+        list(own.generate([5], GREEDY, stream=True))
+    with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
+        own.generate([5], GREEDY)
+
+
+def test_a_bar_counts_the_requests(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate([[5], [6], [7]], GREEDY, use_tqdm=True)
+    assert "3/3" in capsys.readouterr().err
+    llm.generate([[5]], GREEDY)
+    assert capsys.readouterr().err == ""
