@@ -10,6 +10,7 @@
 #   make types   mypy
 #   make check   what CI runs: lint, types, test
 #   make clients make .venv-clients with programs that agents are built on, which `make slow` tries
+#   make ray     make .venv-ray with Ray Serve, on which `make slow` then deploys
 #   make slow    the full matrix
 #   make check-server storms against a started server for each algorithm, then killed and hung engines
 #   make gpu     the tests that need a GPU; what came of them goes to docs/results/gpu-tests.json
@@ -29,7 +30,7 @@ SERVER := $(VENV)/.server
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --only-binary :all: -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help serve setup test clients slow check-server gpu lint types check
+.PHONY: help serve setup test clients ray slow check-server gpu lint types check
 
 help:
 	@sed -n '4,/^$$/s/^# \{0,1\}//p' Makefile
@@ -75,7 +76,19 @@ $(CLIENTS): tests/clients.txt
 	@.venv-clients/bin/python -m pip --disable-pip-version-check install --only-binary :all: $(PIP_ARGS) -r tests/clients.txt
 	@touch $@
 
-slow: $(STAMP) $(CLIENTS)
+RAY := .venv-ray/.installed
+
+ray: $(RAY)
+
+# It sees the packages of $(VENV) behind its own.
+$(RAY): tests/ray.txt $(STAMP)
+	@echo "Ray Serve in .venv-ray, 110 MB to download"
+	@test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(.venv-ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
+	@.venv-ray/bin/python -m pip --disable-pip-version-check install --only-binary :all: $(PIP_ARGS) -r tests/ray.txt
+	@touch $@
+
+slow: $(STAMP) $(CLIENTS) $(RAY)
 	$(BIN)/python -m pytest -m 'slow and not gpu' --durations 15 $(PYTEST_ARGS)
 
 check-server: $(STAMP)

@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command `sgl-spec`, also as `python -m sgl_spec`: serve, bench, train.
+"""The command `sgl-spec`, also as `python -m sgl_spec`: serve, bench, deploy, train.
 
 What a command needs is imported when it is asked for, so that help and completion are quick.
 """
@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": ("sgl_spec.server.launch:run", "serve a model; flags alone mean this too"),
     "bench": ("sgl_spec.bench.__main__:main", "measure speed and acceptance"),
     "experiment": ("sgl_spec.bench.__main__:experiment", "compare settings under loads"),
+    "deploy": ("sgl_spec.deploy.__main__:main", "serve with many replicas on Ray Serve"),
     "train": ("sgl_spec.training.__main__:main", "make training data, train and judge drafts"),
 }
 STOPPED = 130  # as a shell counts an end by Ctrl-C
@@ -78,6 +79,7 @@ def complete() -> None:
 
     from sgl_spec.args import ServerArgs
     from sgl_spec.bench.__main__ import COMMANDS as BENCHES
+    from sgl_spec.deploy.args import DeployArgs
     from sgl_spec.training.__main__ import COMMANDS as TRAININGS
 
     parser = argparse.ArgumentParser()
@@ -85,6 +87,7 @@ def complete() -> None:
     commands.add_parser("serve", parents=[ServerArgs.parser()], add_help=False)
     commands.add_parser("bench").add_argument("benchmark", choices=BENCHES)
     commands.add_parser("experiment").add_argument("plan")
+    commands.add_parser("deploy", parents=[DeployArgs.parser()], add_help=False)
     commands.add_parser("train").add_argument("step", choices=TRAININGS)
     argcomplete.autocomplete(parser)
 

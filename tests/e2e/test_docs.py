@@ -28,6 +28,7 @@ ALONE = (
     "offline.py",
     "choices.py",
     "sgl_spec.args",
+    "sgl_spec.deploy",
     "pytest",
 )
 

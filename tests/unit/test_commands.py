@@ -53,6 +53,8 @@ def test_flags_and_values_complete(tmp_path: Path) -> None:
         ("--port 0 --model-path m", 2, "--port must be an integer from 1 to 65535, got 0."),
         ("bench --help", 0, "serving"),
         ("experiment --help", 0, "PLAN.toml"),
+        ("deploy --help", 0, "--max-replicas"),
+        ("deploy --model-path m --replicas 0", 2, "--replicas must be an integer >= 1, got 0."),
         ("train --help", 0, "eagle3"),
     ],
 )

@@ -1,0 +1,1 @@
+"""Many replicas of the server as one Ray Serve application; nothing in serving imports it."""
