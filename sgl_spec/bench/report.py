@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from sgl_spec.kept import cpu_name
+
 _PACKAGES = ("numpy", "torch", "transformers", "tokenizers", "triton")
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _COMMIT, _DIRTY = "SGL_SPEC_COMMIT", "+dirty"
@@ -48,7 +50,7 @@ def hardware() -> dict[str, Any]:
     """What the run had under it: processor, cores, memory, threads, GPUs and the load of others."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -91,15 +93,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def _cell(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _commit() -> tuple[str | None, bool | None]:

@@ -12,8 +12,6 @@ that of one request's rows, `uneven` what it costs that some requests have more 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import statistics
 import time
@@ -21,7 +19,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -29,9 +26,9 @@ import torch
 from sgl_spec import __version__
 from sgl_spec.engine.batch import starts_of
 from sgl_spec.engine.device import device_name
+from sgl_spec.kept import measured_once
 from sgl_spec.layers.context import ForwardBatch, KVCache
 from sgl_spec.layers.transfer import batch_on_device, wait_for
-from sgl_spec.models.cache import cache_root
 from sgl_spec.speculative.prune import CostTable
 from sgl_spec.speculative.tree import MAX_TREE_NODES
 
@@ -185,34 +182,14 @@ def forward_costs(model: Decoder, kv: KVCache, *, max_requests: int, max_rows: i
     an earlier start of the same model, machine and version."""
     facts = (__version__, torch.__version__, device_name(model.device), torch.get_num_threads())
     forms = (repr(model.config), str(model.dtype), model.backend.name, max_requests, max_rows)
-    digest = hashlib.sha256(repr(facts + forms).encode()).hexdigest()[:24]
-    path = cache_root() / "costs" / f"{digest}.json"
-    measured = _read(path)
-    if measured is None:
-        measured = measure_forwards(model, kv, max_requests=max_requests, max_rows=max_rows)
-        _write(path, measured)
+    measured = measured_once(
+        "costs",
+        facts + forms,
+        partial(measure_forwards, model, kv, max_requests=max_requests, max_rows=max_rows),
+        read=lambda kept: {tuple(shape): float(ms) for shape, ms in kept},
+        write=lambda found: list(found.items()),
+    )
     return ForwardCosts.fitted(measured)
-
-
-def _read(path: Path) -> dict[tuple[int, ...], float] | None:
-    try:
-        return {tuple(shape): float(ms) for shape, ms in json.loads(path.read_text())}
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        logger.warning("Cannot read the measured costs in %s, measuring again: %s", path, error)
-        return None
-
-
-def _write(path: Path, measured: dict[tuple[int, ...], float]) -> None:
-    """Beside the target first, so that a file of that name is always whole."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial_path = path.with_suffix(f".{time.time_ns()}")
-        partial_path.write_text(json.dumps(list(measured.items())))
-        partial_path.replace(path)
-    except OSError as error:
-        logger.warning("Cannot keep the measured costs, the next start measures again: %s", error)
 
 
 @torch.inference_mode()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from sgl_spec.errors import ConfigError
+from sgl_spec.kept import cpu_name
 
 
 def resolve_device(asked: str) -> torch.device:
@@ -52,4 +52,4 @@ def device_name(device: torch.device) -> str:
     """What the device calls itself, for reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return platform.processor() or platform.machine()
+    return cpu_name()

@@ -6,46 +6,33 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from sgl_spec.layers.products import PLAIN, form_of, hold, product
 
 if TYPE_CHECKING:
     from sgl_spec.layers.skinny import Skinny  # needs triton, which a CPU does without
 
-_packed: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
 _packed_add: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.binary
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN can hold this weight in its own blocked layout and multiply by it natively.
-
-    Measured on SmolLM2 (2 cores, AVX-512, fp32, all linear layers, ms at 1 / 4 / 16 / 64 rows):
-    packed 16 / 14 / 19 / 48, `F.linear` 35 / 50 / 50 / 126, `(w @ x.T).T` 35 / 15 / 45 / 106.
-    """
-    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
-        return False
-    if weight.dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype is torch.float32
-
-
 class Linear:
-    """A dense layer. weight: [out, in], repacked where that pays. bias: [out] or None."""
+    """A dense layer. weight: [out, in], held in the form that is fastest on a CPU. bias: [out] or
+    None."""
 
-    __slots__ = ("bias", "packed", "skinny", "weight")
+    __slots__ = ("bias", "few_weight", "form", "skinny", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.bias = bias
         self.skinny: Skinny | None = None
-        self.packed = can_pack(weight)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight
+        self.form = form_of(weight)
+        self.weight = hold(weight, self.form.layout)
+        self.few_weight = hold(weight, self.form.few_layout) if self.form.few else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, in] -> [rows, out]."""
-        if self.packed:
-            return _packed(x, self.weight, self.bias, "none", [], "")
         if self.skinny is None:
-            return F.linear(x, self.weight, self.bias)
+            return product(self.form.layout_at(len(x)), x, self._copy_for(len(x)), self.bias)
         found = self._by_skinny(x)
         return self.skinny.linear(x, self.weight, self.bias) if found is None else found
 
@@ -58,28 +45,44 @@ class Linear:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + layer(x). residual: [rows, out], left as it is."""
-        if self.packed:
-            return _packed_add(x, residual, self.weight, self.bias, "add")
         if self.skinny is not None and (found := self._by_skinny(x, residual)) is not None:
             return found
-        return F.linear(x, self.weight, self.bias).add_(residual)
+        layout, weight = self.form.layout_at(len(x)), self._copy_for(len(x))
+        if layout == "packed":
+            return _packed_add(x, residual, weight, self.bias, "add")
+        if layout == "transposed" and self.bias is None:
+            return torch.addmm(residual, x, weight)
+        return product(layout, x, weight, self.bias).add_(residual)
 
     def add_into(self, stream: Tensor, x: Tensor) -> None:
         """stream += layer(x), in one launch where there is no bias. stream: [rows, out]."""
         if self.skinny is not None and self._by_skinny(x, stream, stream) is not None:
             return
-        if self.packed or self.bias is not None:
+        if self.form != PLAIN or self.bias is not None:
             stream.add_(self(x))
         else:
             stream.addmm_(x, self.weight.t())
 
     def plain_weight(self) -> Tensor:
-        """The weight [out, in] in the ordinary layout: a copy where it is packed."""
-        return self.weight.to_dense() if self.packed else self.weight
+        """The weight [out, in] in the ordinary layout: a copy where it is packed, a view where
+        it is transposed."""
+        if self.form.layout == "packed":
+            return self.weight.to_dense()
+        return self.weight.t() if self.form.layout == "transposed" else self.weight
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(out, in) of the weight."""
+        first, second = self.weight.shape
+        return (second, first) if self.form.layout == "transposed" else (first, second)
 
     def tensors(self) -> list[Tensor]:
-        """The weight as stored, and the bias if there is one."""
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
+        """The weight as stored, a second copy and the bias if there are any."""
+        stored = (self.weight, self.few_weight, self.bias)
+        return [tensor for tensor in stored if tensor is not None]
+
+    def _copy_for(self, rows: int) -> Tensor:
+        return self.weight if self.few_weight is None or rows > self.form.few else self.few_weight
 
     def _by_skinny(
         self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None
@@ -97,7 +100,7 @@ def use_tuned(linears: Sequence[Linear], device: torch.device) -> None:
     work space."""
     from sgl_spec.layers.skinny import Skinny
 
-    plain = [layer for layer in linears if not layer.packed]
+    plain = [layer for layer in linears if layer.form == PLAIN]
     shared = Skinny([(layer.weight.shape[0], layer.weight.shape[1]) for layer in plain], device)
     for layer in plain:
         layer.skinny = shared

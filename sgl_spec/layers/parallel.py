@@ -151,7 +151,8 @@ class SummedLinear(Linear):
 
     def tensors(self) -> list[Tensor]:
         """See `Linear`."""
-        return [self.weight] if self._whole_bias is None else [self.weight, self._whole_bias]
+        stored = super().tensors()
+        return stored if self._whole_bias is None else [*stored, self._whole_bias]
 
 
 class GatheredLinear(Linear):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sgl_spec.errors import ConfigError
+from sgl_spec.kept import cache_root
 
 
 def cached_directory(name: str, make: Callable[[Path], None], *, what: str, room: str) -> Path:
@@ -32,12 +32,6 @@ def cached_directory(name: str, make: Callable[[Path], None], *, what: str, room
             f"Set XDG_CACHE_HOME to a writable directory with {room} free."
         ) from error
     return target
-
-
-def cache_root() -> Path:
-    """Where this package keeps what it can make again."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "sgl-spec"
 
 
 @contextlib.contextmanager

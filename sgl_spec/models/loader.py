@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from sgl_spec.errors import ConfigError, UnsupportedModelError
+from sgl_spec.layers.linear import Linear
 from sgl_spec.layers.parallel import ALONE, Ranks
 from sgl_spec.models.checkpoint import short_name
 from sgl_spec.models.config import ModelConfig
@@ -69,15 +71,26 @@ def load_model(
 
 def _log_loaded(model: Decoder, what: str, seconds: float) -> None:
     logger.info(
-        "Loaded the %s (%s) in %.1f s: %.2f GB, %s on %s, linear layers %s.",
+        "Loaded the %s (%s) in %.1f s: %.2f GB, %s on %s. Products: %s.",
         what,
         model.config.architecture,
         seconds,
         model.weight_bytes / 1e9,
         str(model.dtype).removeprefix("torch."),
         model.device,
-        "packed for oneDNN" if model.lm_head.packed else "in plain layout",
+        _forms([*model.stack.linears(), model.lm_head]),
     )
+
+
+def _forms(linears: Sequence[Linear]) -> str:
+    """How the dense layers are held, by the size of their weights where that differs."""
+    by_form: dict[str, set[str]] = {}
+    for linear in linears:
+        size = "x".join(map(str, linear.size))
+        by_form.setdefault(str(linear.form), set()).add(size)
+    if len(by_form) == 1:
+        return next(iter(by_form))
+    return "; ".join(f"{' and '.join(sorted(sizes))} {form}" for form, sizes in by_form.items())
 
 
 def _check(stored: StoredWeights, config: ModelConfig) -> None:

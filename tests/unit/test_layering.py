@@ -17,6 +17,7 @@ BELOW_ENGINE = {"kernels", "layers", "models", "speculative"}
 # A room: the rooms it may import, besides itself; all but the kernels may also import `errors`.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "kept": set(),
     **dict.fromkeys(ARGS, ARGS),
     "request": set(),
     "messages": {"args", "request"},
@@ -24,10 +25,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "interrupts": set(),
     "streams": {"request", "messages"},
     "kernels": set(),
-    "layers": {"kernels"},
-    "models": {"kernels", "layers"},
+    "layers": {"kernels", "kept"},
+    "models": {"kernels", "layers", "kept"},
     "speculative": {"kernels", "layers", "models", "request"},
-    "engine": {*BELOW_ENGINE, *ARGS, "request", "messages", "text"},
+    "engine": {*BELOW_ENGINE, *ARGS, "kept", "request", "messages", "text"},
     "llm": {*BELOW_ENGINE, *ARGS, "engine", "request", "messages", "text", "interrupts", "streams"},
     "server": {*ARGS, "request", "messages", "text"},
     # Names that the package offers; each is loaded when it is first used.
