@@ -27,6 +27,7 @@ from sgl_spec.bench.report import provenance, say, table, write_row
 from sgl_spec.errors import ConfigError
 from sgl_spec.llm import LLM, Completion
 from sgl_spec.models.decoder import Decoder
+from sgl_spec.models.layer import total_bytes
 from sgl_spec.server.tokenizer import ServerTokenizer
 
 TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
@@ -260,8 +261,10 @@ def bundled(name: str) -> list[dict[str, Any]]:
 
 
 def step_bytes(model: Decoder) -> int:
-    """What a step reads: every weight, but only single rows of the embedding."""
-    return model.weight_bytes - model.embedding.nbytes
+    """What a step reads: every weight once, but only single rows of the embedding."""
+    linears = [*model.stack.linears(), model.lm_head]
+    copies = [linear.few_weight for linear in linears if linear.few_weight is not None]
+    return model.weight_bytes - model.embedding.nbytes - total_bytes(copies)
 
 
 def _floor(llm: LLM) -> dict[str, Any]:

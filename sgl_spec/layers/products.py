@@ -31,16 +31,16 @@ from sgl_spec.kept import cpu_name, measured_once
 Layout = Literal["plain", "packed", "transposed"]
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
-ROWS = (1, 2, 4, 8, 16)
+ROWS = (1, 2, 4, 8)
 FEW = (1, 2, 4)  # rows up to which a second copy may be multiplied
 SMALL = 1 << 20  # bytes of a weight that stays in the cache, where there is little to gain
-SAMPLE = 64 << 20  # bytes that are read in turn, so that weights come from memory
+SAMPLE = 128 << 20  # bytes of a layout; all of them together come from memory, not from a cache
 SECOND_COPY = 32 << 20  # most bytes of a weight that may be held in two layouts
 PAYS = 0.93  # of the packed layout's time, for which another one is worth it
 TWO_PAY = 0.97  # of the time of one copy, for which a second one is worth its memory
-PASSES = 7
+PASSES = 5
 BUDGET_S = 0.4  # of a shape, after which no further pass begins
-LEAST_PASSES = 3  # that tell anything
+LEAST_PASSES = 2  # that tell anything
 NOISE = 1.2  # the second least time over the least, at most, in the median
 
 logger = logging.getLogger(__name__)

@@ -36,6 +36,7 @@ def test_equals_the_product(
     assert layer.size == (77, 45)
     assert torch.equal(layer.plain_weight(), weight)
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert torch.equal(layer(x), layer(x)), "the same bits each time"
     before = residual.clone()
     torch.testing.assert_close(layer(x).double(), expected, atol=2e-5, rtol=0)
     added = layer.add_to(residual, x)

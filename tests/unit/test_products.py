@@ -42,9 +42,9 @@ def table(packed: list[float], plain: list[float], transposed: list[float]) -> T
 
 
 # Measured: gate and up, and q, k and v, of SmolLM2 on two cores of a Xeon.
-GATE_UP = table([260, 276, 304, 355, 451], [176, 182, 325, 422, 439], [207, 270, 324, 446, 554])
-QKV = table([102, 108, 120, 136, 165], [77, 77, 134, 141, 169], [75, 88, 104, 143, 158])
-ON_AMD = table([75, 76, 75, 98, 144], [150, 170, 220, 220, 230], [130, 140, 130, 150, 190])
+GATE_UP = table([351, 358, 409, 473], [243, 304, 485, 608], [266, 321, 388, 537])
+QKV = table([137, 139, 150, 173], [89, 103, 152, 167], [89, 112, 118, 168])
+ON_AMD = table([75, 76, 75, 98], [150, 170, 220, 220], [130, 140, 130, 150])
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ ON_AMD = table([75, 76, 75, 98, 144], [150, 170, 220, 220, 230], [130, 140, 130,
     [
         (QKV, False, Form("transposed")),
         (GATE_UP, True, Form("packed", 2, "plain")),
-        (GATE_UP, False, PLAIN),
+        (GATE_UP, False, Form("transposed")),
         (ON_AMD, True, PACKED),
     ],
 )
@@ -62,11 +62,12 @@ def test_the_fastest_over_all_rows(times: Times, twice: bool, form: Form) -> Non
 
 def test_another_form_must_be_worth_it() -> None:
     """A few per cent may be noise, and the packed one is the best with many rows."""
-    times = table([100] * 5, [97] * 5, [98] * 5)
+    times = table([100] * 4, [97] * 4, [98] * 4)
     assert best_form(times, twice=True) == PACKED
 
 
-def test_every_product_is_timed() -> None:
+def test_every_product_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "SAMPLE", 1 << 14)
     found = measure(24, 16, torch.float32)
     assert set(found) == {(layout, rows) for layout in LAYOUTS for rows in ROWS}
     assert all(seconds > 0 for times in found.values() for seconds in times)
@@ -109,7 +110,7 @@ def test_a_form_is_kept(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -
 def test_a_busy_machine_decides_nothing(
     weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    measured(monkeypatch, {key: [us, us * 3] for key, us in GATE_UP.items()})
+    measured(monkeypatch, {key: [us] for key, us in GATE_UP.items()})
     assert form_of(weight) == PACKED
     measured(monkeypatch, {key: [us, us * 3, us * 4] for key, us in GATE_UP.items()})
     assert form_of(weight) == PACKED
