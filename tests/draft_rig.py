@@ -241,11 +241,11 @@ class Steps:
         self.hits: list[int] = []
         self.ends: dict[int, str] = {}
 
-    def submit(self, prompt: list[int], sampling: dict[str, Any]) -> int:
+    def submit(self, prompt: list[int], sampling: dict[str, Any] | SamplingParams) -> int:
         rid = len(self.found)
         self.found.append([])
         self.hits.append(0)
-        params = SamplingParams(**sampling)
+        params = SamplingParams(**sampling) if isinstance(sampling, dict) else sampling
         self.engine.submit(TokenizedRequest(rid=str(rid), input_ids=prompt, sampling=params))
         return rid
 

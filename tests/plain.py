@@ -11,6 +11,7 @@ from sgl_spec.request import SamplingParams
 
 Logits = Callable[[list[int]], Sequence[float]]  # of the token after a text
 Text = Callable[[list[int]], str]  # of output ids
+Grammar = Callable[[list[int]], set[int]]  # tokens that may follow output ids, enders too
 
 _WORD = 0xFFFFFFFF
 
@@ -21,12 +22,17 @@ def decode(
     params: SamplingParams,
     eos: Sequence[int] = (),
     text: Text | None = None,
+    grammar: Grammar | None = None,
 ) -> list[int]:
-    """Output ids of a request that runs alone. text: needed for stop strings."""
+    """Output ids of a request that runs alone. text: needed for stop strings. grammar: what its
+    text is held to, which ends where nothing but an ender may follow."""
     output: list[int] = []
     enders = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos))
     while len(output) < params.max_new_tokens:
-        token = next_token(logits([*prompt, *output]), prompt, output, params, enders)
+        may = None if grammar is None else grammar(output)
+        if may is not None and may <= enders:
+            break
+        token = next_token(logits([*prompt, *output]), prompt, output, params, enders, may)
         before = text(output) if text and params.stop else ""
         output.append(token)
         if len(output) < params.min_new_tokens:
@@ -48,9 +54,10 @@ def next_token(
     output: Sequence[int],
     params: SamplingParams,
     enders: set[int],
+    may: set[int] | None = None,
 ) -> int:
-    """The token after prompt + output."""
-    allowed = candidates(params, enders, len(output), len(logits))
+    """The token after prompt + output. may: what a grammar allows, None for everything."""
+    allowed = candidates(params, enders, len(output), len(logits), may)
     values = {t: adjusted(float(logits[t]), t, prompt, output, params) for t in allowed}
     order = sorted(values, key=lambda t: (-values[t], t))
     if params.temperature == 0:
@@ -85,10 +92,17 @@ def adjusted(
     return logit if abs(bias) == 100 else logit + bias
 
 
-def candidates(params: SamplingParams, enders: set[int], generated: int, vocab: int) -> list[int]:
-    """Tokens that the minimum length, bans and forces leave."""
+def candidates(
+    params: SamplingParams,
+    enders: set[int],
+    generated: int,
+    vocab: int,
+    may: set[int] | None = None,
+) -> list[int]:
+    """Tokens that a grammar, the minimum length, bans and forces leave."""
     early = generated < params.min_new_tokens
     legal = [t for t in range(vocab) if not (early and t in enders)]
+    legal = [t for t in legal if may is None or t in may]
     bias = params.logit_bias
     unbanned = [t for t in legal if bias.get(t) != -100] or legal
     return [t for t in unbanned if bias.get(t) == 100] or unbanned

@@ -1,5 +1,5 @@
 """EAGLE3, EAGLE and STANDALONE on the embedded model: the text, greedy or seeded, is the text
-without speculation, token for token, for every kind of draft, shape, page size and chunk.
+without speculation, token for token. CI tries a few shapes, pages and chunks, `make slow` all.
 
 The EAGLE3 head and the standalone draft are those that the package brings; the EAGLE head is a
 random one in EAGLE-2's layout. Whole trees are verified, so that no run depends on how fast the
@@ -42,29 +42,13 @@ class Setup:
 
 
 ALL = [Setup(*a) for a in itertools.product(KINDS, SHAPES, (1, 16), (32, -1))]
-# Every two of the four things meet in every combination of their values.
-PAIRED = [
-    Setup("EAGLE3", (5, 1, 6), 1, 32),
-    Setup("EAGLE3", (3, 1, 4), 16, -1),
-    Setup("EAGLE3", (5, 4, 8), 1, -1),
-    Setup("EAGLE3", (7, 8, 32), 16, 32),
-    Setup("EAGLE", (5, 1, 6), 16, -1),
+# On a tiny model `test_exact` lets every two settings meet; here each is met once.
+FEW = [
+    Setup("EAGLE3", (5, 4, 8), 16, 32),
+    Setup("EAGLE3", (7, 8, 32), 1, -1),
     Setup("EAGLE", (3, 1, 4), 1, 32),
-    Setup("EAGLE", (5, 4, 8), 16, 32),
-    Setup("EAGLE", (7, 8, 32), 1, -1),
-    Setup("STANDALONE", (5, 1, 6), 16, 32),
-    Setup("STANDALONE", (3, 1, 4), 1, -1),
-    Setup("STANDALONE", (5, 4, 8), 16, 32),
-    Setup("STANDALONE", (7, 8, 32), 1, -1),
+    Setup("STANDALONE", (5, 1, 6), 16, -1),
 ]
-
-
-def test_every_pair_of_settings_is_covered() -> None:
-    runs = [(s.kind, s.shape, s.page, s.chunk) for s in PAIRED]
-    every = [(s.kind, s.shape, s.page, s.chunk) for s in ALL]
-    for one, other in itertools.combinations(range(4), 2):
-        wanted = {(run[one], run[other]) for run in every}
-        assert {(run[one], run[other]) for run in runs} == wanted
 
 
 @dataclass
@@ -160,26 +144,9 @@ def check(world: World, setup: Setup) -> None:
         assert accepted > 0.3 * rounds
 
 
-@pytest.mark.parametrize("setup", PAIRED, ids=str)
+@pytest.mark.parametrize("setup", FEW, ids=str)
 def test_the_text_is_the_target_s(world: World, setup: Setup) -> None:
     check(world, setup)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_target_as_its_own_draft_is_always_right(world: World, temperature: float) -> None:
-    """Every round that the end does not cut emits steps + 1 tokens."""
-    llm = LLM(
-        "smollm2",
-        speculative_algorithm="STANDALONE",
-        speculative_draft_model_path="smollm2",
-        speculative_verify_whole_trees=True,
-        max_running_requests=4,
-        max_total_tokens=4000,
-    )
-    sampling = {"temperature": temperature, "max_new_tokens": 33, "ignore_eos": True}
-    prompts = world.first.prompts[:4]
-    done = llm.generate(prompts, [sampling | {"seed": i} for i in range(4)])
-    assert [one.spec and one.spec.histogram for one in done] == [[0, 0, 0, 8]] * 4
 
 
 @pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE"])

@@ -115,18 +115,31 @@ def reference(smollm2_dir: Path) -> Reference:
     return Reference(smollm2_dir)
 
 
-@pytest.fixture(scope="session")
-def expected(reference: Reference) -> Expected:
+def ids_of(reference: Reference, prompt: str | list[int]) -> list[int]:
+    return reference.encode(prompt) if isinstance(prompt, str) else prompt
+
+
+def all_prompts(reference: Reference) -> list[str | list[int]]:
     document = reference.encode(real_prompts.chats()[82])[24:]
-    prompts = [
+    return [
         *real_prompts.texts(),
         *real_prompts.SINGLE_TOKENS,
         *real_prompts.edge_prompts(document),
     ]
-    ids = [reference.encode(p) if isinstance(p, str) else p for p in prompts]
-    assert len(prompts) >= 40
+
+
+def answered(reference: Reference, prompts: list[str | list[int]], batch: int) -> Expected:
+    """batch: prompts that transformers answers together."""
+    ids = [ids_of(reference, prompt) for prompt in prompts]
     assert (min(map(len, ids)), max(map(len, ids)) >= 900) == (1, True)
-    return Expected(reference, prompts, ids, reference.generate(ids, NEW))
+    return Expected(reference, prompts, ids, reference.generate(ids, NEW, batch=batch))
+
+
+@pytest.fixture(scope="session")
+def expected(reference: Reference) -> Expected:
+    """A third of the prompts, from the shortest to the longest."""
+    prompts = sorted(all_prompts(reference), key=lambda p: len(ids_of(reference, p)))
+    return answered(reference, [prompts[0], *prompts[3:-1:3], prompts[-1]], batch=8)
 
 
 @pytest.fixture(scope="module")
@@ -211,10 +224,11 @@ def matrix() -> Iterator[list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="session")
-def alone(expected: Expected) -> Expected:
-    """`expected`, generated again one prompt at a time."""
-    outputs = expected.reference.generate(expected.ids, NEW, batch=1)
-    return Expected(expected.reference, expected.prompts, expected.ids, outputs)
+def alone(reference: Reference) -> Expected:
+    """All prompts, answered one at a time."""
+    prompts = all_prompts(reference)
+    assert len(prompts) >= 40
+    return answered(reference, prompts, batch=1)
 
 
 class TestOneServer:

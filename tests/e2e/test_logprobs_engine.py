@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import real_prompts
 import torch
-from drafting import DRAFTERS, drafter_options
+from drafting import drafter_options
 from reference import Reference
 from scoring import check
 
@@ -62,61 +62,8 @@ def make_prompts() -> list[list[int]]:
     return [*fresh, [*shared, 7, 8], shared + [9] * 5, loop, loop[:20] + shared[:30] + loop]
 
 
-def requests() -> list[tuple[list[int], dict[str, Any], LogprobParams | None]]:
-    """Every prompt greedily and sampled, asking for everything, for something, for nothing."""
-    rng = random.Random(6)
-    found: list[tuple[list[int], dict[str, Any], LogprobParams | None]] = []
-    for i, prompt in enumerate(make_prompts() * 2):
-        start = rng.choice([-1, 0, rng.randrange(len(prompt)), len(prompt) - 1])
-        ask = rng.choice([ASK, ASK, LogprobParams(logprob_start_len=start, top_logprobs_num=1)])
-        sampling = {"temperature": float(i % 2), "seed": i, "max_new_tokens": NEW}
-        found.append((prompt, {**sampling, "ignore_eos": True}, None if i % 5 == 4 else ask))
-    return found
-
-
 SLOW = pytest.mark.slow
 CUTS = [(16, 1), (-1, 16), pytest.param(16, 16, marks=SLOW), pytest.param(-1, 1, marks=SLOW)]
-
-
-@pytest.mark.parametrize(("chunk", "page"), CUTS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_values_and_ids(
-    make: Make, tiny: Reference, texts: list[list[int]], drafter: str, chunk: int, page: int
-) -> None:
-    """All at once, and again alone, when most of each prompt is cached."""
-    llm = make(drafter, chunked_prefill_size=chunk, page_size=page)
-    prompts, sampling, asks = zip(*requests(), strict=True)
-    crowd = llm.generate(prompts, sampling, asks)
-    alone = [llm.generate(*one)[0] for one in zip(prompts, sampling, asks, strict=True)]
-    for done in (crowd, alone):
-        assert [one.output_ids for one in done] == texts
-        for one, prompt, ask in zip(done, prompts, asks, strict=True):
-            check(tiny, prompt, one, ask)
-    for one, prompt, ask in zip(alone, prompts, asks, strict=True):
-        start = len(prompt) - 1 if ask is None else ask.logprob_start_len % len(prompt)
-        assert one.cached_tokens == start // page * page
-    assert llm.engine.scheduler.flush()
-
-
-@pytest.fixture(scope="module")
-def texts(tiny_model_dir: Path) -> list[list[int]]:
-    """The texts of the plain engine when nobody asks for log-probabilities."""
-    llm = LLM(str(tiny_model_dir), max_total_tokens=8192, max_running_requests=16)
-    prompts, sampling, _ = zip(*requests(), strict=True)
-    return [one.output_ids for one in llm.generate(prompts, sampling)]
-
-
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_pool_that_runs_out(make: Make, tiny: Reference, drafter: str) -> None:
-    """A request that is put back and resumes reports each token once, the prompt's too."""
-    llm = make(drafter, max_total_tokens=560, chunked_prefill_size=40)
-    prompts, sampling, asks = zip(*(requests() * 2), strict=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sgl_spec.engine.policy.GROWTH_TOKENS", 2)
-        done = llm.generate(prompts, [one | {"max_new_tokens": 60} for one in sampling], asks)
-    assert llm.engine.counters.retracted > 0, "the pool was meant to run out"
-    for one, prompt, ask in zip(done, prompts, asks, strict=True):
-        check(tiny, prompt, one, ask)
 
 
 def test_every_start(make: Make, tiny: Reference) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from draft_rig import (
     KINDS,
-    Steps,
     Watch,
     World,
     drafted,
@@ -81,39 +80,6 @@ def test_requests_without_speculation_cost_no_draft_steps(world: World, kind: st
     assert watch.forwards <= 1 + 2 * (150 // model_drafter.WAITING_ROWS)
     (again,) = llm.generate([[5, 6, 7, *llm.generate([[5, 6, 7]], settings(1, 150))[0].output_ids]])
     assert again.cached_tokens > 100
-    finished(llm)
-
-
-@pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_requests_that_leave(world: World, kind: str, page: int) -> None:
-    """Aborted while they wait, are prefilled, or decode: nobody else's text changes, rows and slots
-    that others take over hold no rests."""
-    rng = random.Random(11)
-    shared = ids(rng, 30)
-    llm = world.engine(kind, page_size=page, chunked_prefill_size=16, max_running_requests=5)
-    watch = Watch(llm)
-    run = Steps(llm)
-    prompts, sampling, gone = [], [], set()
-    for i in range(30):
-        prompts.append(shared[: rng.randrange(31)] + ids(rng, rng.randint(1, 30)))
-        sampling += [dict(settings(2, rng.randint(1, 40))[i % 2], seed=i)]
-        run.submit(prompts[i], sampling[i])
-        run.steps(rng.randrange(4))
-        if i % 3 == 2:
-            victim = rng.choice([rid for rid in range(i + 1) if rid not in run.ends])
-            gone.add(victim)
-            llm.engine.abort(str(victim))
-    run.finish()
-    expected = world.texts(prompts, sampling)
-    for i, text in enumerate(run.outputs):
-        if run.ends[i] == "abort":
-            assert i in gone
-            assert text == expected[i][: len(text)]
-        else:
-            assert text == expected[i]
-    assert sum(kind == "abort" for kind in run.ends.values()) > 4
-    watch.check(world.reference(kind), [p + e for p, e in zip(prompts, expected, strict=True)])
     finished(llm)
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from draft_rig import (
     KINDS,
-    SHAPES,
     Steps,
     Watch,
     World,
@@ -25,9 +24,6 @@ from draft_rig import (
     settings,
     whole,
 )
-
-from sgl_spec import SamplingParams
-from sgl_spec.speculative import model_drafter
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,47 +45,6 @@ def world(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Wor
 # --- the text, and what the draft model is fed ----------------------------------------------------
 
 
-@pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_texts_and_logits(world: World, kind: str, shape: str, page: int) -> None:
-    """Prompts cut into chunks, alone and together, then prompts that share their beginnings and
-    ends: what the cache holds of them is used, and the drafts' KV in it is right."""
-    rng = random.Random(5)
-    shared = ids(rng, 70)
-    first = [ids(rng, n) for n in (1, 2, 17, 33)] + [shared]
-    again = [[*shared[:n], *ids(rng, 3)] for n in (16, 17, 32, 47, 48, 64, 70)] + [shared]
-    llm = world.engine(kind, shape, page_size=page, chunked_prefill_size=16)
-    watch = Watch(llm)
-    texts = []
-    for prompts in (first, again):
-        sampling = settings(len(prompts), 40)
-        done = llm.generate(prompts, sampling)
-        assert [one.output_ids for one in done] == world.texts(prompts, sampling)
-        texts += whole(prompts, done)
-    hits = [one.cached_tokens for one in done]
-    # A head's KV before the first differing token is another text's.
-    ahead = kind != "STANDALONE"
-    assert hits[:-1] == [(n - ahead) // page * page for n in (16, 17, 32, 47, 48, 64, 70)]
-    assert hits[-1] == 69 // page * page
-    assert watch.check(world.reference(kind), texts) > 100
-    assert watch.shared > 70
-    finished(llm)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_long_generation(world: World, kind: str) -> None:
-    """Hundreds of rounds, far past the position limit of the heads' configs."""
-    prompts = [ids(random.Random(2), 30)]
-    sampling = settings(1, 400)
-    llm = world.engine(kind, "chain")
-    watch = Watch(llm)
-    done = llm.generate(prompts, sampling)
-    assert [one.output_ids for one in done] == world.texts(prompts, sampling)
-    assert watch.check(world.reference(kind), whole(prompts, done)) > 100
-    finished(llm)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_live_requests_part_after_a_shared_prefix(world: World, kind: str) -> None:
     """The second comes while the first runs, and differs in the token behind what they share."""
@@ -108,45 +63,6 @@ def test_two_live_requests_part_after_a_shared_prefix(world: World, kind: str) -
     assert run.cached == [0, 39, 40] if kind != "STANDALONE" else [0, 40, 41]
     texts = [p + out for p, out in zip(prompts, run.outputs, strict=True)]
     watch.check(world.reference(kind), texts)
-    finished(llm)
-
-
-@pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_retraction(world: World, kind: str, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool that runs out: who gives way resumes with the same text and a draft KV without
-    holes."""
-    monkeypatch.setattr("sgl_spec.engine.policy.GROWTH_TOKENS", 2)
-    rng = random.Random(3)
-    prompts = [ids(rng, rng.randint(1, 40)) for _ in range(10)]
-    sampling = settings(10, 40)
-    llm = world.engine(kind, page_size=page, max_total_tokens=400 if page == 1 else 480)
-    watch = Watch(llm)
-    done = llm.generate(prompts, sampling)
-    assert [one.output_ids for one in done] == world.texts(prompts, sampling)
-    assert llm.engine.counters.retracted > 0, "the pool was meant to run out"
-    watch.check(world.reference(kind), whole(prompts, done))
-    finished(llm)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_skipped_rounds(world: World, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests are drafted for now and then; what waits stays bounded and leaves no holes."""
-    monkeypatch.setattr(model_drafter, "WAITING_ROWS", 6)
-    monkeypatch.setattr(model_drafter, "EXTENDED_ROWS", 9)
-    rng = random.Random(4)
-    monkeypatch.setattr(
-        SamplingParams, "max_nodes", lambda self, most: rng.choice([1] * 9 + [2, 3, most])
-    )
-    prompts = [ids(rng, n) for n in (3, 20, 21, 50)]
-    sampling = settings(4, 120)
-    llm = world.engine(kind)
-    watch = Watch(llm)
-    done = llm.generate(prompts, sampling)
-    assert llm.engine.control("state")[0]["drafter"]["catch_ups"] > 10
-    monkeypatch.undo()
-    assert [one.output_ids for one in done] == world.texts(prompts, sampling)
-    assert watch.check(world.reference(kind), whole(prompts, done)) > 20
     finished(llm)
 
 

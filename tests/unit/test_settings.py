@@ -7,6 +7,7 @@ step by `plain`, which shares no code with the engine.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -216,8 +217,7 @@ def test_settings_alone(drafter: str) -> None:
         assert rig.counters.emitted > 1.5 * rig.counters.verify_ct, "drafts were not accepted"
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize(("drafter", "page"), zip(DRAFTERS, itertools.cycle((1, 4)), strict=False))
 def test_settings_in_a_mixed_batch(drafter: str, page: int) -> None:
     single, double = table()
     cases = single + double
