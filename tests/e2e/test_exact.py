@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from draft_rig import SHAPES, Steps, Watch, finished, make_draft, shape_options
 from draft_rig import Reference as DraftReference
-from draft_rig import Steps, Watch, finished, make_draft, shape_options
 from drafting import PLUGINS
 from fixed_costs import STEEP, fix_costs
 from oracle import ASKED, Case, Oracle
@@ -29,7 +29,6 @@ from sgl_spec import LLM, Completion, SamplingParams
 from sgl_spec.request import Speculation
 from sgl_spec.speculative import model_drafter
 
-SHAPES = {"chain": (3, 1, 4), "tree": (5, 4, 8), "wide": (7, 8, 32)}
 MODELS = ("EAGLE", "EAGLE3", "STANDALONE", "TARGET")  # TARGET drafts for itself
 KINDS = ("none", "NGRAM", *MODELS, "SELF", "JUNK")
 
