@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from sgl_spec.errors import SglSpecError
 from sgl_spec.options import near
@@ -45,4 +46,12 @@ def dispatch(package: str, commands: Mapping[str, Command], argv: Sequence[str])
 
 def _usage(package: str, commands: Mapping[str, Command]) -> str:
     lines = [f"  {name:12}{command.about}" for name, command in commands.items()]
-    return "\n".join([f"usage: python -m {package} COMMAND ...", *lines])
+    return "\n".join([f"usage: {_typed(package)} COMMAND ...", *lines])
+
+
+def _typed(package: str) -> str:
+    """The command as it was typed: `sgl-spec bench`, or the module."""
+    words = {"sgl_spec.bench": "bench", "sgl_spec.training": "train"}
+    if Path(sys.argv[0]).name == "sgl-spec":
+        return f"sgl-spec {words[package]}"
+    return f"python -m {package}"

@@ -185,6 +185,8 @@ def _told(error: Any) -> str:
         return f"{where} is no key{near(str(error['loc'][-1]), allowed)}; allowed: " + ", ".join(
             allowed
         )
+    if error["type"] == "missing":
+        return f"{where} is missing."
     return f"{where} = {error['input']!r}: {error['msg']}"
 
 

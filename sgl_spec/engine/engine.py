@@ -29,7 +29,13 @@ from sgl_spec.engine.grammar import Compile, make_compiler, refuse_all
 from sgl_spec.engine.grammar_jobs import GrammarJobs
 from sgl_spec.engine.kv_pool import ceil_page, floor_page
 from sgl_spec.engine.limits import Limits
-from sgl_spec.engine.metrics import EngineCounters, RoundLog, Throughput
+from sgl_spec.engine.metrics import (
+    DRAFTS_ENOUGH,
+    EngineCounters,
+    RoundLog,
+    Throughput,
+    useless_drafts,
+)
 from sgl_spec.engine.policy import (
     PREFILL_REQUESTS_CUDA,
     PREFILLS_IN_A_ROW_CUDA,
@@ -90,6 +96,7 @@ class Engine:
         self.counters = EngineCounters()
         self.throughput = Throughput()
         self.profiler = Profiler()
+        self.judged = False  # whether the draft model was found good, or a warning given
         self.round_log = RoundLog(self.args.decode_log_interval, self.args.simulate_acc_len)
         self.tokenizer = load_tokenizer(self.tokenizer_dir)
         self._build(check_every_step)
@@ -298,6 +305,17 @@ class Engine:
         ):
             if line is not None:
                 logger.info(line)
+
+        self._judge_drafts()
+
+    def _judge_drafts(self) -> None:
+        """Warn once of a draft model that is of no use."""
+        if self.judged or self.draft_model is None or self.args.simulate_acc_len is not None:
+            return
+        problem = useless_drafts(self.counters)
+        self.judged = problem is not None or self.counters.proposed >= 10 * DRAFTS_ENOUGH
+        if problem is not None:
+            logger.warning("%s", problem)
 
     def control(self, op: str, args: Mapping[str, Any] = _NO_ARGS) -> tuple[dict[str, Any], str]:
         """Answer `messages.Control`: (data, message). Raises `InvalidRequestError` if it cannot."""

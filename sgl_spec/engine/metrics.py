@@ -81,6 +81,21 @@ class Throughput:
         return (last - first) / (end - start) if end > start else 0.0
 
 
+DRAFTS_ENOUGH = 2000  # to judge a draft model by
+NEAR_NOTHING = 0.01  # the accepted share of drafts that no draft model for its target falls below
+
+
+def useless_drafts(now: EngineCounters) -> str | None:
+    """What is wrong if almost no draft of a model is ever accepted; None while that is not so."""
+    if now.proposed < DRAFTS_ENOUGH or now.accepted >= NEAR_NOTHING * now.proposed:
+        return None
+    return (
+        f"The target accepted {now.accepted} of {now.proposed} tokens that the draft model "
+        "proposed. Likely causes: it was trained for another target or another chat template, its "
+        "vocabulary map (d2t) is lost or wrong, or it reads other layers than it was trained on."
+    )
+
+
 class RoundLog:
     """A log line every `interval` decode rounds, about the rounds since the last one. simulated:
     the accept length that the server was told to simulate, if it was."""

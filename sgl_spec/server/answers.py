@@ -21,6 +21,9 @@ THINK, END_THINK = "<think>", "</think>"
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
+# The newer form of Mistral's, and what may become one.
+_NAMED = re.compile(r"([\w.-]+)\[ARGS\]\s*(?=\{)")
+_NAMED_PART = re.compile(r"[\w.-]+(\[(A(R(G(S(\]\s*)?)?)?)?)?)?")
 _BETWEEN = " \t\r\n,;"
 
 
@@ -30,7 +33,8 @@ class Form(msgspec.Struct, frozen=True):
     opener, closer: what stands around them, the closer "" where nothing does. bare: an answer that
     begins with an object may be a call without the opener. special: the opener is a special token,
     which an answer shows only without `skip_special_tokens`. id_chars: what the template wants of
-    the ids of calls, 0 for anything.
+    the ids of calls, 0 for anything. named: a call may also be `NAME[ARGS]{...}`, each behind an
+    opener of its own.
     """
 
     opener: str
@@ -38,6 +42,7 @@ class Form(msgspec.Struct, frozen=True):
     bare: bool = False
     special: bool = False
     id_chars: int = 0
+    named: bool = False
 
     def fresh_id(self) -> str:
         """An id for a new call."""
@@ -47,7 +52,7 @@ class Form(msgspec.Struct, frozen=True):
 
 HERMES = Form("<tool_call>", "</tool_call>")
 LLAMA3 = Form("<|python_tag|>", bare=True, special=True)
-MISTRAL = Form("[TOOL_CALLS]", special=True, id_chars=9)
+MISTRAL = Form("[TOOL_CALLS]", special=True, id_chars=9, named=True)
 # What a grammar that requires calls writes, whatever the model's own form.
 REQUIRED = Form("", bare=True)
 # Under SGLang's and vLLM's names.
@@ -175,6 +180,8 @@ class CallReader:
     def _step(self, last: bool) -> Iterable[Delta]:
         if self._scan is not None:
             return self._arguments(self._scan)
+        if self._inside and self._form.named and (found := self._named(last)) is not None:
+            return found
         return self._object(last) if self._inside else self._content(last)
 
     def _content(self, last: bool) -> Iterator[Delta]:
@@ -218,6 +225,19 @@ class CallReader:
         elif last or not (closer.startswith(begins) or not begins):
             self._inside, self._text = False, ""
             yield from self._plain(begins)
+
+    def _named(self, last: bool) -> list[Delta] | None:
+        """A call that is written as a name and its arguments; None if there is none here."""
+        begins, opener = self._text.lstrip(_BETWEEN), self._form.opener
+        if begins.startswith(opener):
+            self._text = begins.removeprefix(opener)
+            return []
+        head = _NAMED.match(begins)
+        if head and head[1] in self._names:
+            self._text, self._scan = begins[head.end() :], _Scan(around=0)
+            return list(self._begin(head[1], ""))
+        may_be = opener.startswith(begins) or _NAMED_PART.fullmatch(begins)
+        return [] if begins and may_be and not last else None
 
     def _complete(self, text: str, last: bool) -> Iterator[Delta]:
         """An object that is read when all of it is there: its keys come in another order, its
@@ -264,10 +284,11 @@ class CallReader:
 
 
 class _Scan:
-    """Finds the end of a call's arguments, and of the object around them (at depth 0)."""
+    """Finds the end of a call's arguments, and of the object around them (at depth 0). around: how
+    many objects there are around them, 0 or 1."""
 
-    def __init__(self) -> None:
-        self.depth = 1
+    def __init__(self, around: int = 1) -> None:
+        self.depth = self._around = around
         self._shown = True
         self._quoted = False
         self._escaped = False
@@ -283,7 +304,7 @@ class _Scan:
                 continue
             self._quoted = char == '"'
             self.depth += (char in "{[") - (char in "}]")
-            if self.depth == 1 and self._shown and char == "}":
+            if self.depth == self._around and self._shown and char == "}":
                 shown, self._shown = at + 1, False
             if self.depth == 0:
                 return at + 1, shown

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client import (
     CollectorRegistry,
     Counter,
+    Gauge,
     Histogram,
     PlatformCollector,
     ProcessCollector,
@@ -15,6 +16,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from sgl_spec import __version__
 from sgl_spec.messages import EngineState, OutputChunk
 
 FIRST_TOKEN_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 400)
@@ -135,6 +137,10 @@ class Metrics:
         self._registry.register(self.engine)
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
+        about = "The version of sgl-spec, as a label; always 1."
+        names = (*self._labels, "version")
+        version = Gauge("sglang:version_info", about, names, registry=self._registry)
+        version.labels(*self._labels.values(), __version__).set(1)
         self._ended = self._counter("finished_requests", "finish_reason")
         self._responses = self._counter("http_responses", "endpoint", "method", "status_code")
         self._queued = self._histogram("queue_time_seconds", QUEUE_S)

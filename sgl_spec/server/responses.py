@@ -154,7 +154,8 @@ class ResponsesReplies:
         for delta in self._answer.push(new, last=last):
             yield from self._items.add(delta)
         if last:
-            yield from self._items.close()
+            whole = output.finish is not None and output.finish.kind == "stop"
+            yield from self._items.close("completed" if whole else "incomplete")
 
     def _numbered(self, event: dict[str, Any]) -> dict[str, Any]:
         self._count += 1
@@ -239,8 +240,8 @@ class _Items:
         self._item = {"type": kind, "id": name, "status": "in_progress", **about}
         yield self._about_item("added")
 
-    def close(self) -> Iterator[dict[str, Any]]:
-        """The end of the last item."""
+    def close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
+        """The end of the last item, which was cut where it is "incomplete"."""
         if self._item is None:
             return
         kind, text = self._item["type"], self._text
@@ -255,7 +256,7 @@ class _Items:
             if kind == "message":
                 part = _part(kind, text)
                 yield self._event("content_part.done", content_index=0, part=part)
-        self._item["status"] = "completed"
+        self._item["status"] = status
         yield self._about_item("done")
         self.done.append(self._item)
         self._item, self._text = None, ""

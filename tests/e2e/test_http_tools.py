@@ -205,6 +205,7 @@ def test_a_response_is_the_chats_answer(client: openai.OpenAI) -> None:
     reply = respond(client, instructions="Be kind.", input="Hi.", temperature=0)
     assert reply.output_text == text.choices[0].message.content
     assert (reply.status, reply.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert [item.status for item in reply.output] == ["incomplete"]
     assert reply.usage.input_tokens == text.usage.prompt_tokens
     assert reply.usage.total_tokens == text.usage.total_tokens
     assert (reply.store, reply.model, reply.instructions) == (False, text.model, "Be kind.")
@@ -215,7 +216,7 @@ def test_a_response_is_parsed_into_a_model(client: openai.OpenAI) -> None:
         model=MODEL, input="Paris", text_format=City, max_output_tokens=200, temperature=0
     )
     assert isinstance(reply.output_parsed, City)
-    assert reply.status == "completed"
+    assert reply.status == reply.output[0].status == "completed"
 
 
 def test_responses_call_and_take_results(client: openai.OpenAI) -> None:

@@ -82,6 +82,20 @@ CASES: list[tuple[str, Form, str, str | None, Calls]] = [
         [("weather", CITY)],
     ),
     (
+        "mistral, by name",
+        MISTRAL,
+        f'Yes. [TOOL_CALLS]weather[ARGS]{TOKYO}[TOOL_CALLS]add[ARGS] {{"a": {{}}, "b": 1}}',
+        "Yes.",
+        [("weather", CITY), ("add", {"a": {}, "b": 1})],
+    ),
+    (
+        "mistral, by a name that nobody has",
+        MISTRAL,
+        "[TOOL_CALLS]f[ARGS]{}",
+        "f[ARGS]{}",
+        [],
+    ),
+    (
         "mistral",
         MISTRAL,
         f'[TOOL_CALLS] [{{"name": "weather", "arguments": {TOKYO}, "id": "abc{{"}}, '

@@ -249,3 +249,23 @@ def test_tables_of_a_document_are_those_of_the_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
 def test_tables_of_the_documents_are_up_to_date(path: Path) -> None:
     assert fill(path) == path.read_text()
+
+
+def test_a_plan_without_a_name_is_one_short_line(tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text("repeats = 2\n")
+    with pytest.raises(ConfigError) as refusal:
+        read_plan(file)
+    assert refusal.value.message == f"{file}: name is missing."
+
+
+@pytest.mark.parametrize(
+    ("program", "usage"),
+    [("/x/sgl-spec", "usage: sgl-spec bench COMMAND"), ("x", "usage: python -m sgl_spec.bench")],
+)
+def test_usage_shows_the_command_as_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], program: str, usage: str
+) -> None:
+    monkeypatch.setattr("sys.argv", [program])
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith(usage)

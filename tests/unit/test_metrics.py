@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_spec.engine.metrics import EngineCounters, RoundLog, Throughput
+from sgl_spec.engine.metrics import EngineCounters, RoundLog, Throughput, useless_drafts
 
 
 def test_a_line_every_interval_about_the_rounds_since() -> None:
@@ -45,3 +45,14 @@ def test_throughput_is_zero_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert meter.rate() == pytest.approx(10.0)
     now = 110.0
     assert meter.rate() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("proposed", "accepted", "said"),
+    [(1999, 0, False), (2000, 19, True), (2000, 20, False), (90_000, 3, True)],
+)
+def test_a_draft_model_of_no_use_is_told(proposed: int, accepted: int, said: bool) -> None:
+    problem = useless_drafts(EngineCounters(proposed=proposed, accepted=accepted))
+    assert (problem is not None) == said
+    if problem is not None:
+        assert f"{accepted} of {proposed} tokens" in problem
