@@ -230,6 +230,21 @@ def test_a_key_may_hold_any_characters(key: str) -> None:
     assert [status(path) for path in ("/healthy", "/health/x", "/metrics2")] == [401] * 3
 
 
+def test_an_item_of_a_cut_response_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    monkeypatch.setattr(rig.service, "_render", lambda chat: "Hi.")
+
+    async def call() -> Any:
+        run, _ = await rig.service.responses({"input": "Hi.", "max_output_tokens": 3})
+        async with run.open() as ticket:
+            while not ticket.finished:
+                await run.next_events(ticket)
+        return run.replies
+
+    replies = asyncio.run(call())
+    assert [item["status"] for item in replies._items.done] == ["incomplete"]
+
+
 def test_a_key_has_so_many_requests_open() -> None:
     async def body() -> None:
         going_on = asyncio.Event()
