@@ -414,12 +414,14 @@ class RoundTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Milliseconds of a round, which all requests of its batch share.
 
     draft: making the trees, with what the draft model read of the round before. verify: the
-    target's forward. host: all else since the batch before. None where it was not measured.
+    target's forward. host: all else since the batch before. round: all three. None where it was
+    not measured.
     """
 
     draft_ms: float | None = None
     verify_ms: float | None = None
     host_ms: float | None = None
+    round_ms: float | None = None
 
 
 class DraftRound(msgspec.Struct, frozen=True, kw_only=True):

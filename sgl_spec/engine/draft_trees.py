@@ -120,13 +120,14 @@ class RoundClock:
         """The round, or a prompt chunk, is over."""
         gap, now = self._begun - self._ended, time.perf_counter()
         self._ended = now
-        draft_ms = (self._proposed - self._begun) * 1e3 + self._followed_ms
+        followed_ms, self._followed_ms = self._followed_ms, 0.0
+        draft_ms = (self._proposed - self._begun) * 1e3 + followed_ms
         host_ms = (gap + now - self._verified) * 1e3
-        self._followed_ms = 0.0
         return RoundTimes(
             draft_ms=draft_ms,
             verify_ms=(self._verified - self._proposed) * 1e3,
             host_ms=host_ms,
+            round_ms=(gap + now - self._begun) * 1e3 + followed_ms,
         )
 
     def followed(self, begun: float) -> None:

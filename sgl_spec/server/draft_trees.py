@@ -50,6 +50,7 @@ class TreeWords:
             "draft_ms": one.times.draft_ms,
             "verify_ms": one.times.verify_ms,
             "host_ms": one.times.host_ms,
+            "round_ms": one.times.round_ms,
         }
 
     def _push(self, ids: Sequence[int]) -> list[str]:

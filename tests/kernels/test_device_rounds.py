@@ -15,17 +15,25 @@ import pytest
 import torch
 from draft_rig import finished, make_draft, shape_options
 from kernel_runs import INTERPRETED
+from reference import Reference
+from scoring import rescore
 from taped import tape
 from tiny import MIN_VOCAB, make_tiny
 
 from sgl_spec import LLM
 from sgl_spec.engine.control import Decision, Load
+from sgl_spec.engine.cuda import round as round_module
 from sgl_spec.engine.cuda.model_rounds import ModelRounds, tree_shapes
 from sgl_spec.engine.cuda.round import KINDS, RoundKind
 from sgl_spec.engine.cuda.worker import DeviceWorker
+from sgl_spec.request import DraftRound
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
+PLUGIN = {
+    "speculative_drafter_module": str(Path(__file__).parents[2] / "examples" / "custom_drafter.py"),
+    "speculative_algorithm": "PROMPT_LOOKUP",
+}
 SHARED = [40, 41, 42, 43, 44, 45, 46]
 PROMPTS = [[7], [*SHARED, 9], [*SHARED, 11, 12]]
 GREEDY = {"temperature": 0.0}
@@ -131,6 +139,59 @@ def test_texts_are_the_cpu_engines(
         counters = llm.engine.counters
         assert counters.emitted > counters.verify_ct
     finished(llm)
+
+
+@INTERPRETED
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("kind", "timed"), [("none", 8), ("NGRAM", 8), ("EAGLE3", 0), ("plugin", 8)]
+)
+def test_rounds_that_are_shown(
+    taped: Callable[..., LLM],
+    target: Path,
+    drafts: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    timed: int,
+) -> None:
+    """The trees are those that gave the text, with the probabilities that one forward of
+    transformers has. Rounds are captured in parts, or as a whole."""
+    monkeypatch.setattr(round_module, "TIMED_REQUESTS", timed)
+    options = options_of(kind, drafts) if kind != "plugin" else PLUGIN
+    llm = taped(speculative_verify_whole_trees=kind != "none", **options)
+    prompts = [PROMPTS[1], SHARED[:3] * 3]  # the second one can be looked up
+    base = {"max_new_tokens": 4, "ignore_eos": True}
+    asked = [{**base, **GREEDY}, {**base, **FILTERED}]
+    unseen = llm.generate(prompts, asked)
+    done = llm.generate(prompts, asked, draft_trees=True)
+    assert [one.output_ids for one in done] == [one.output_ids for one in unseen]
+    reference, drafted = Reference(target), 0
+    for prompt, one in zip(prompts, done, strict=True):
+        assert one.draft_trees is not None
+        emitted = [token for each in one.draft_trees for token in each.emitted]
+        assert emitted == one.output_ids[1:]
+        for each in one.draft_trees:
+            before = [*prompt, *one.output_ids[: each.start]]
+            assert each.tokens[0] == before[-1]
+            assert [each.tokens[node] for node in each.path] == each.emitted[: len(each.path)]
+            drafted += check_probs(reference, before, each)
+            assert len(each.scores) == len(each.tokens)
+    assert (drafted > 0) == (kind != "none")
+    finished(llm)
+
+
+def check_probs(reference: Reference, before: list[int], shown: DraftRound) -> int:
+    """How many nodes of the round have the probability that they should have."""
+    paths: list[list[int]] = [[]]
+    for token, parent in zip(shown.tokens[1:], shown.parents[1:], strict=True):
+        paths.append([*paths[parent], token])
+    found = list(zip(paths[1:], shown.probs[1:], strict=True))
+    emitted = [shown.emitted[: i + 1] for i in range(len(shown.emitted))]
+    found += zip(emitted, shown.emitted_probs, strict=True)
+    for path, prob in found:
+        row = rescore(reference, before + path)[-2]
+        assert abs(float(row[path[-1]].exp()) - prob) < 1e-4
+    return len(paths) - 1
 
 
 @INTERPRETED

@@ -82,7 +82,7 @@ class ModelRounds(RoundSource):
         size = self.rounds.padded(len(batch.rows), masked=kind.masked)
         decision, option = None, PLAIN
         if (batch.max_nodes > 1).any():
-            decision = self._decide(size, kind)
+            decision = self._decide(size, kind.unseen)
             option = self.options(size)[-1] if decision is None else decision.option
         replayed = self.round_of(size, kind, option)
         return Planned(

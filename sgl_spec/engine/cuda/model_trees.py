@@ -120,6 +120,7 @@ class GrownTrees:
         self.levels = min(shape.steps, self.nodes - 1)
         self.total = batch * self.nodes
         self.tree = device_tree(batch, self.nodes, device)
+        self.scores: Tensor = self.tree.scores
         self.starts = even_starts(batch, self.nodes, device)
         self.offsets = self.starts[:-1]
         self._growth = Growth(parts, draft, requests, shape)

@@ -43,8 +43,10 @@ _FIRST, _NEXT = 0.35, 0.75  # chances of drafts before anything is known
 class NgramTrees:
     """Trees of `total` rows in all, and at most `nodes` a request. See `round.TreeSource`.
 
-    drafts: with what the host is to know, `NgramDrafts.facts`.
+    drafts: with what the host is to know, `NgramDrafts.facts`, scores among it.
     """
+
+    scores = None
 
     def __init__(
         self, parts: Parts, requests: Requests, total: int, nodes: int, index: TokenIndex
@@ -125,7 +127,7 @@ class NgramRounds(ShapedRounds):
         self.drafter.sync()
         requests = len(batch.rows)
         padded = self.rounds.padded(requests, masked=kind.masked)
-        size, rows, decision = self.sizes.choose(requests, padded, kind)
+        size, rows, decision = self.sizes.choose(requests, padded, kind.unseen)
         replayed = self.round_of(size, rows, kind)
         program = replayed.program
         assert isinstance(program, Round)

@@ -21,7 +21,7 @@ verify forward, the second of them, runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import numpy as np
@@ -38,7 +38,7 @@ from sgl_spec.request import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
 from sgl_spec.speculative.array_tree import ArrayTree
 from sgl_spec_kernels.compact import move_path
 from sgl_spec_kernels.filters import CutHeads, cut_heads, token_cuts
-from sgl_spec_kernels.logprobs import Found, emitted_logprobs, found_space
+from sgl_spec_kernels.logprobs import Asked, Found, emitted_logprobs, found_space
 from sgl_spec_kernels.round_state import (
     RowState,
     begin_round,
@@ -59,6 +59,7 @@ from sgl_spec_kernels.simulate import force_path
 
 IntArray = npt.NDArray[np.int64]
 
+TIMED_REQUESTS = 8  # a shown round of no more is split, so that its parts can be timed
 DRAW_ALL_NODES = 64  # more nodes are drawn level by level, where the walks stand
 _PRODUCT_ROWS = 64  # up to here a product takes as long as for one row: the weights are read once
 
@@ -134,7 +135,7 @@ class RoundKind:
 
     sampled: some have a temperature. filtered: some of these have top_k, top_p or min_p. settings:
     some have penalties, biases, a minimum length or ask for log-probabilities. masked: some have a
-    grammar. forced: accept lengths are given.
+    grammar. forced: accept lengths are given. shown: some ask to see their trees.
     """
 
     sampled: bool = False
@@ -142,6 +143,13 @@ class RoundKind:
     settings: bool = False
     masked: bool = False
     forced: bool = False
+    shown: bool = False
+
+    @property
+    def unseen(self) -> RoundKind:
+        """The kind of the same requests if nobody asked to see trees; it costs and brings the
+        same."""
+        return replace(self, shown=False)
 
 
 KINDS = (
@@ -299,6 +307,42 @@ class NodeMasks:
             send(self._host, self.masks.row_of)
 
 
+class Shown:
+    """The model's own log-probabilities of a round's nodes and of the tokens it emits.
+
+    values: [B, 2 N]: at j that of node j's token behind its parent's text (of node 0 it means
+    nothing), at N + j that of the j-th emitted token.
+    """
+
+    def __init__(self, parts: Parts, batch: int, nodes: int) -> None:
+        device, vocab = parts.table.device, parts.model.config.vocab_size
+        table_rows = parts.rows.filler + 1
+        nothing = torch.zeros(table_rows, dtype=torch.int64, device=device)
+        ids = torch.zeros(table_rows, 1, dtype=torch.int32, device=device)
+        self._asked = Asked(nothing, nothing, ids)
+        self._found = found_space(batch * 2 * nodes, vocab, 1, 1, device)
+        self._steps = torch.arange(nodes, device=device)
+        self._all = torch.full((batch,), 2 * nodes, dtype=torch.int64, device=device)
+        self.values = self._found.values.view(batch, 2 * nodes)
+
+    def read(
+        self, tree: WalkedTree, logits: Tensor, offsets: Tensor, requests: Requests, out: Walked
+    ) -> None:
+        """logits: as the model gave them. out: what was walked."""
+        node, emitted = (self._steps < n[:, None] for n in (tree.num_nodes, out.counts))
+        above = torch.where(node, tree.parents, 0).clamp(min=0)
+        pairs = replace(
+            out,
+            path=torch.cat([above, torch.where(emitted, out.path, 0)], dim=1),
+            tokens=torch.cat(
+                [torch.where(node, tree.tokens, 0), torch.where(emitted, out.tokens, 0)], dim=1
+            ),
+            counts=self._all,
+        )
+        width = pairs.tokens.shape[1]
+        emitted_logprobs(logits, offsets, requests.rows, self._asked, pairs, self._found, width)
+
+
 class Acceptance:
     """Draw, follow, keep the path, move the state on. levels: of the trees below the root."""
 
@@ -422,7 +466,8 @@ class TreeSource(Protocol):
     """Where a round's trees come from.
 
     tree: the trees, once they are proposed. nodes: most of a tree, levels: most below its root.
-    total: rows of the verify forward. offsets: [B] int64, the first of each request.
+    total: rows of the verify forward. offsets: [B] int64, the first of each request. scores:
+    [B, N] float32, chances of the nodes; None where the host knows them.
     """
 
     nodes: int
@@ -434,6 +479,8 @@ class TreeSource(Protocol):
 
     @property
     def offsets(self) -> Tensor: ...
+    @property
+    def scores(self) -> Tensor | None: ...
 
     def load(self, rows: IntArray, tree: ArrayTree | None) -> None:
         """See `Program`."""
@@ -452,8 +499,8 @@ class Round:
     """One round of `batch` requests. See `Program`.
 
     rows: [batch] int64, their table rows. out: [batch, 1 + nodes] int32, how many tokens each gave,
-    and which. lengths: where accept lengths are given. drafted: of a masked round, [batch, 2 *
-    nodes + 1] int64: tokens, parents, and how many nodes there are.
+    and which. lengths: where accept lengths are given. drafted: of a masked or shown round, [batch,
+    2 * nodes + 1] int64: tokens, parents, and how many nodes there are.
     """
 
     def __init__(
@@ -474,6 +521,7 @@ class Round:
         self.capture = () if draft is None else draft.model.capture
         self.extension = None if draft is None else Extension(parts, draft, self.requests, levels)
         self.drafted = torch.zeros(batch, 2 * nodes + 1, dtype=torch.int64, device=self.rows.device)
+        self.shown = Shown(parts, batch, nodes) if kind.shown else None
         self._logits: Tensor | None = None
         self._features: Tensor | None = None
 
@@ -488,14 +536,15 @@ class Round:
 
     @property
     def split(self) -> bool:
-        """See `Program`: masks come between the last two, from trees that the first has made."""
-        return self.kind.masked
+        """See `Program`: masks come between the last two, from trees that the first has made. The
+        parts of a shown round are timed."""
+        return self.kind.masked or (self.kind.shown and len(self.rows) <= TIMED_REQUESTS)
 
     def propose(self) -> None:
         """Begin, and make the trees."""
         self.requests.begin(texts=self.extension is not None)
         self.source.propose()
-        if self.kind.masked:
+        if self.kind.masked or self.kind.shown:
             tree = self.source.tree
             parts = (tree.tokens, tree.parents, tree.num_nodes[:, None])
             torch.cat(parts, dim=1, out=self.drafted)
@@ -513,6 +562,11 @@ class Round:
         """Accept, let the draft model follow, and move the state on."""
         assert self._logits is not None
         self.acceptance.accept(self.source.tree, self._logits, self.source.offsets)
+        if self.shown is not None:
+            self.shown.read(
+                self.source.tree, self._logits, self.source.offsets, self.requests,
+                self.acceptance.walked,
+            )  # fmt: skip
         if self.extension is not None:
             self.extension.extend(self.acceptance.walked, self._features)
         self.acceptance.finish()

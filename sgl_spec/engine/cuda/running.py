@@ -12,6 +12,7 @@ from sgl_spec.engine.control import Decision
 from sgl_spec.engine.cuda.graphs import Replayed
 from sgl_spec.engine.cuda.round import RoundKind, kind_for
 from sgl_spec.engine.cuda.row_logprobs import RowLogprobs
+from sgl_spec.engine.cuda.shown import ShownRound
 from sgl_spec.engine.cuda.timing import Mark, Stopwatch
 from sgl_spec.engine.cuda.transfer import Fetched
 from sgl_spec.engine.req import Req
@@ -65,7 +66,7 @@ class RunningRound(Running):
     """A round. forced: whether accept lengths were given. watch: the time of it, if it is wanted;
     before: that of the round launched before, if nothing else was since. facts: see `Planned`.
     drafted: the trees of a masked round, which waits for their masks. verified, masked: where its
-    forward ended, and where the masks came."""
+    forward ended, and where the masks came. shown: what some of its requests ask to see."""
 
     planned: Planned
     forced: bool = False
@@ -75,6 +76,7 @@ class RunningRound(Running):
     drafted: Fetched | None = None
     verified: Mark | None = None
     masked: Mark | None = None
+    shown: ShownRound | None = None
 
 
 class RowKinds:

@@ -18,7 +18,7 @@ class Roots:
     """Plain decoding. The roots are the device's own, so a round may be launched before the host
     knows them. See `round.TreeSource`."""
 
-    nodes, levels = 1, 0
+    nodes, levels, scores = 1, 0, None
 
     def __init__(self, parts: Parts, requests: Requests) -> None:
         self.parts, self.requests = parts, requests
@@ -113,6 +113,8 @@ class HostTrees:
     They are ragged: rows are shared by the requests of a batch, so many small trees and few large
     ones cost the same.
     """
+
+    scores = None
 
     def __init__(self, parts: Parts, requests: Requests, total: int, nodes: int) -> None:
         device = parts.table.device

@@ -35,21 +35,24 @@ from sgl_spec.engine.cuda.round import (
 )
 from sgl_spec.engine.cuda.row_logprobs import RowLogprobs
 from sgl_spec.engine.cuda.running import RowKinds, Running, RunningPrompts, RunningRound
+from sgl_spec.engine.cuda.shown import ShownRound
 from sgl_spec.engine.cuda.sources import RoundSource
 from sgl_spec.engine.cuda.state import DeviceRows
 from sgl_spec.engine.cuda.timing import Mark, Stopwatch
 from sgl_spec.engine.cuda.transfer import Fetched, send
+from sgl_spec.engine.draft_trees import TreeReader
 from sgl_spec.engine.kv_pool import SlotTable
 from sgl_spec.engine.logprobs import LogprobReader
 from sgl_spec.engine.req import Req
 from sgl_spec.engine.row_sampling import RowSampling
 from sgl_spec.layers.context import KVCache
 from sgl_spec.models.decoder import Decoder
-from sgl_spec.request import LogprobParams
+from sgl_spec.request import DraftRound, LogprobParams
 from sgl_spec.speculative.base import DraftBatch, Drafter, follows_kv, settle
 from sgl_spec.speculative.grammar import Constraint, Masked, Place, tree_masks
 from sgl_spec.speculative.model_drafter import ModelDrafter
 from sgl_spec.speculative.ngram import NgramDrafter
+from sgl_spec.speculative.ngram_scores import scores as ngram_scores
 from sgl_spec.speculative.simulate import SimulatedRule
 
 logger = logging.getLogger(__name__)
@@ -88,6 +91,8 @@ class DeviceWorker:
         draft = draft_parts(drafter)
         self.parts = Parts(model, kv, table.device, self.device_rows, space, draft)
         self.logprobs = LogprobReader(model)
+        self.trees = TreeReader()
+        self._shown_end: Mark | None = None  # of the batch launched last, if it was a shown round
         self._simulated = simulated
         self._kinds = RowKinds(num_rows, forced=simulated is not None)
         self._constraints: dict[int, Constraint] = {}  # of the rows that have one
@@ -135,6 +140,7 @@ class DeviceWorker:
         if req.logprobs is not None:
             self._asked[row] = req.logprobs.params
         self.logprobs.open(req)
+        self.trees.open(req)
         if self._sampling is not None:
             self._sampling.open(req)
         if follows_kv(self.drafter):
@@ -165,6 +171,7 @@ class DeviceWorker:
         """The row's request ended or was retracted; what still runs for it is dropped."""
         self._tenancy[row] += 1
         self.logprobs.close(row)
+        self.trees.close(row)
         self._constraints.pop(row, None)
         self._asked.pop(row, None)
         if self.drafter is not None and row in self._drafting:
@@ -222,10 +229,15 @@ class DeviceWorker:
         program, size = _program(launched), launched.size
         if launched.watch is not None:
             launched.watch.stop()
-        facts = launched.planned.facts
+        facts, shown = launched.planned.facts, launched.shown
+        self._shown_end = None
+        if shown is not None:
+            self._shown_end = self._mark()
+            shown = shown.fetch(program, size, self._shown_end)
         return replace(
             launched,
             drafted=None,
+            shown=shown,
             results=Fetched(program.out[:size]),
             facts=None if facts is None else Fetched(facts),
             logprobs=self._fetch_logprobs(program.acceptance, launched.rows, launched.final),
@@ -259,7 +271,7 @@ class DeviceWorker:
         self._under_way -= 1
         self._rounds_under_way -= isinstance(launched, RunningRound)
         tokens: list[list[int]] = [[] for _ in range(launched.size)]
-        proposed, logprobs = launched.proposed, None
+        proposed, logprobs, trees = launched.proposed, None, None
         if launched.results is not None:
             given = launched.results.wait().numpy()
             for place, (count, *drawn) in zip(
@@ -270,13 +282,14 @@ class DeviceWorker:
             if isinstance(launched, RunningRound):
                 proposed = self.source.collected(launched, lengths, given)
                 self._note(launched, given)
+                trees = _shown(launched, given)
             if launched.logprobs is not None:
                 logprobs = launched.logprobs.read(given[:, 0].tolist())
         prompts = None
         if isinstance(launched, RunningPrompts) and launched.hidden is not None:
             with torch.inference_mode():
                 prompts = self.logprobs.of_prompts(launched.batch, self.tokens, launched.hidden)
-        return StepOutput(tokens, proposed, logprobs, prompts)
+        return StepOutput(tokens, proposed, logprobs, prompts, trees)
 
     def _note(self, launched: RunningRound, given: IntArray) -> None:
         if launched.forced and self._simulated is not None:
@@ -318,7 +331,7 @@ class DeviceWorker:
         scored = bool((batch.unscored < ends).any())
         masks = self._next_masks(batch)
         program = self._prefills.run(batch, self.tokens, masks.words, masks.row_of, whole=scored)
-        self._last = None
+        self._last = self._shown_end = None
         self._length[rows] = ends
         self.source.filled(rows, ends)
         return RunningPrompts(
@@ -345,7 +358,9 @@ class DeviceWorker:
     def _launch_round(self, batch: DecodeBatch) -> Launched:
         rows, size = batch.rows, len(batch.rows)
         behind, before = self._rounds_under_way > 0, self._last
-        planned = self.source.plan(batch, self._kinds.of(rows), behind=behind)
+        asking = self.trees.asking(rows)
+        kind = replace(self._kinds.of(rows), shown=bool(asking))
+        planned = self.source.plan(batch, kind, behind=behind)
         replayed, watch = planned.replayed, None
         program = replayed.program
         assert isinstance(program, Round)
@@ -357,6 +372,7 @@ class DeviceWorker:
             watch = Stopwatch.started()
         self._last = watch
         self._rounds_under_way += 1
+        shown = ShownRound(asking, self._shown_end, self._mark()) if asking else None
         launched = RunningRound(
             rows=rows,
             tenancy=self._tenancy[rows],
@@ -368,14 +384,28 @@ class DeviceWorker:
             forced=program.lengths is not None,
             watch=watch,
             before=before,
+            shown=shown,
         )
         if not program.split:
             replayed.run()
             return self._finished(launched)
+        return self._run_pieces(launched, masked=kind.masked)
+
+    def _run_pieces(self, launched: RunningRound, *, masked: bool) -> Launched:
+        """A round that is split. A masked one waits for `resume` before its last piece."""
+        replayed, program, shown = launched.planned.replayed, _program(launched), launched.shown
         replayed.run(PROPOSE)
-        drafted = Fetched(program.drafted[:size])
+        proposed = self._mark() if shown is not None else None
+        drafted = Fetched(program.drafted[: launched.size]) if masked else None
         replayed.run(VERIFY)
-        return replace(launched, drafted=drafted, verified=self._mark())
+        verified = self._mark()
+        if shown is not None:
+            shown = replace(shown, proposed=proposed, verified=verified)
+        launched = replace(launched, drafted=drafted, shown=shown)
+        if masked:
+            return replace(launched, verified=verified)
+        replayed.run(FINISH)
+        return self._finished(launched)
 
     # --- made beforehand --------------------------------------------------------------------------
 
@@ -406,6 +436,18 @@ class DeviceWorker:
             logger.warning("No memory to prepare more rounds: %s", error)
             self._later.clear()
         return True
+
+
+def _shown(launched: RunningRound, given: IntArray) -> list[DraftRound | None] | None:
+    """What requests ask to see of a round."""
+    if launched.shown is None:
+        return None
+    planned, facts = launched.planned, launched.facts
+    known = None if planned.tree is None else planned.tree.scores
+    if facts is not None:
+        known = ngram_scores(facts.wait()).numpy()
+    option = None if planned.decision is None else planned.decision.option
+    return launched.shown.read(given, option, known)
 
 
 def _program(launched: RunningRound) -> Round:
