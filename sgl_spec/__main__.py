@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command `sgl-spec`, also as `python -m sgl_spec`: serve, bench, deploy, train.
+"""The command `sgl-spec`, also as `python -m sgl_spec`: serve, bench, train and others.
 
 What a command needs is imported when it is asked for, so that help and completion are quick.
 """
@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": ("sgl_spec.bench.__main__:main", "measure speed and acceptance"),
     "experiment": ("sgl_spec.bench.__main__:experiment", "compare settings under loads"),
     "deploy": ("sgl_spec.deploy.__main__:main", "serve with many replicas on Ray Serve"),
+    "trace": ("sgl_spec.server.trace:main", "show the rounds that --spec-trace has written"),
     "train": ("sgl_spec.training.__main__:main", "make training data, train and judge drafts"),
 }
 STOPPED = 130  # as a shell counts an end by Ctrl-C
@@ -88,6 +89,7 @@ def complete() -> None:
     commands.add_parser("bench").add_argument("benchmark", choices=BENCHES)
     commands.add_parser("experiment").add_argument("plan")
     commands.add_parser("deploy", parents=[DeployArgs.parser()], add_help=False)
+    commands.add_parser("trace").add_argument("file")
     commands.add_parser("train").add_argument("step", choices=TRAININGS)
     argcomplete.autocomplete(parser)
 

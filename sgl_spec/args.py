@@ -228,6 +228,11 @@ class ServerArgs:
         "and output, 3 all of them.",
         check=between(0, 3),
     )
+    spec_trace: str | None = _server(
+        None,
+        "Directory to which the rounds of every request are written: a file for each start, a line "
+        "for each request, for `sgl-spec trace`.",
+    )
     enable_metrics: bool = _server(False, "Serve Prometheus metrics at /metrics.")
     enable_cache_report: bool = _server(False, "Report cached prompt tokens in OpenAI usage.")
     log_level: str = _server(

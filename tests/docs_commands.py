@@ -59,6 +59,7 @@ EXECUTED_BY: list[tuple[str, Kind]] = [
     (rf"{PYTHON} -m sgl_spec\.training .*", Kind.TRAINING),
     (r"PYTHON=\S+ ([A-Z0-9_]+=(\w\S*|'[^']*')[\s\\]+)*examples/train_eagle3\.sh .*", Kind.TRAINING),
     (rf"{PYTHON} -m (sgl_spec\.args|pytest -q tests/unit/test_\w+\.py)", Kind.CLIENT),
+    (rf"{PYTHON} -m sgl_spec trace .*", Kind.CLIENT),
     (r"curl .*", Kind.CLIENT),
     (rf"{PYTHON} examples/\w+\.py( .*)?", Kind.CLIENT),
     (re.escape("sudo apt install python3-venv make"), Kind.SETUP),

@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 import sgl_spec
 from sgl_spec.errors import (
@@ -39,6 +39,7 @@ from sgl_spec.server.http import (
 )
 from sgl_spec.server.openai_protocol import check_model
 from sgl_spec.server.openai_schema import Chat, Completions
+from sgl_spec.server.page import POLICY, page
 from sgl_spec.server.responses_schema import Responses
 from sgl_spec.server.schema import AbortRequest, Detokenize, Generate, Profile, Tokenize
 from sgl_spec.server.service import Service
@@ -98,9 +99,11 @@ async def _answer(
 
 
 @router.get("/")
-async def root() -> Response:
-    """What this is, for whoever looks with a browser."""
-    return PlainTextResponse(_ROOT)
+async def root(request: Request) -> Response:
+    """What this is: a page for browsers, a few lines for others."""
+    if "text/html" in request.headers.get("accept", ""):
+        return HTMLResponse(page(), headers={"Content-Security-Policy": POLICY, "Vary": "Accept"})
+    return PlainTextResponse(_ROOT, headers={"Vary": "Accept"})
 
 
 @router.put("/generate", openapi_extra=_takes(Generate))

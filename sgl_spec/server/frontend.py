@@ -36,6 +36,7 @@ from sgl_spec.messages import (
 )
 from sgl_spec.request import DraftRound, FinishReason, Logprobs, TokenizedRequest
 from sgl_spec.server.logs import RequestLog
+from sgl_spec.server.spec_trace import SpecTrace
 
 logger = logging.getLogger(__name__)
 
@@ -202,6 +203,7 @@ class Frontend:
         self._send = send
         self._latencies = latencies
         self.log: RequestLog | None = None
+        self.trace: SpecTrace | None = None
         self._open: dict[str, Record] = {}
         self._groups: dict[str, set[str]] = {}
         self._calls: dict[int, asyncio.Future[ControlReply]] = {}
@@ -236,7 +238,10 @@ class Frontend:
             self._open[record.request.rid] = record
             if self.log is not None:
                 self.log.received(record.request)
-            self._send(Submit(record.request))
+            request = record.request
+            if self.trace is not None:
+                request = msgspec.structs.replace(request, draft_trees=True)
+            self._send(Submit(request))
         self._idle.clear()
         return ticket
 
@@ -318,6 +323,8 @@ class Frontend:
         self._measure(record, chunk, now)
         if self.log is not None:
             self.log.chunk(record.request, chunk)
+        if self.trace is not None:
+            self.trace.chunk(record.request, chunk)
         if chunk.finish is not None:
             self._close(record)
         if record.ticket is not None:

@@ -30,6 +30,7 @@ from sgl_spec.server.logs import POLLED
 from sgl_spec.server.output import Output, failure_of
 from sgl_spec.server.requests import Made
 
+OPEN = (*POLLED, "/")  # without a key: probes ask nothing private, and the page has a field for one
 MAX_BODY_BYTES = 8 * 2**20
 # A body over the limit is read to this size and dropped, so that its sender gets to see the 413.
 MAX_DROPPED_BYTES = 64 * 2**20
@@ -313,7 +314,7 @@ class PerKey:
 
 
 class ApiKey:
-    """ASGI middleware: every path but `POLLED` needs `Authorization: Bearer KEY`.
+    """ASGI middleware: every path but `OPEN` needs `Authorization: Bearer KEY`.
 
     A key that is not ASCII may come as UTF-8 or as Latin-1: clients differ. The word "Bearer" has
     no case (RFC 9110, 11.1).
@@ -327,7 +328,7 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or reply 401."""
-        guarded = scope["type"] == "http" and scope["path"] not in POLLED
+        guarded = scope["type"] == "http" and scope["path"] not in OPEN
         if guarded and not self._opens(dict(scope["headers"]).get(b"authorization", b"")):
             error = UnauthorizedError("Unauthorized: the API key is missing or wrong.")
             await error_reply(scope["path"], error)(scope, receive, send)

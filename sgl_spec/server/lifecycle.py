@@ -26,6 +26,7 @@ from sgl_spec.server.metrics import Metrics
 from sgl_spec.server.model_info import ModelInfo, summary
 from sgl_spec.server.processes import ENGINE_ENTRY, Engine
 from sgl_spec.server.service import Service
+from sgl_spec.server.spec_trace import SpecTrace
 from sgl_spec.server.tokenizer import ServerTokenizer
 
 logger = logging.getLogger(__name__)
@@ -175,6 +176,9 @@ class Server:
         )
         if self._args.log_requests:
             self._frontend.log = RequestLog(tokenizer.tokenizer, self._args.log_requests_level)
+        if self._args.spec_trace is not None:
+            source = info.speculative_algorithm
+            self._frontend.trace = SpecTrace(self._args.spec_trace, tokenizer.tokenizer, source)
         for line in summary(self._args, info):
             logger.info(line)
         service = Service(self._args, info, tokenizer, self._frontend, self._metrics)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from draft_rig import finished, make_draft, shape_options
+from drafting import PLUGINS
 from kernel_runs import INTERPRETED
 from reference import Reference
 from scoring import rescore
@@ -31,8 +32,9 @@ from sgl_spec.request import DraftRound
 pytestmark = pytest.mark.usefixtures("few_programs")
 
 PLUGIN = {
-    "speculative_drafter_module": str(Path(__file__).parents[2] / "examples" / "custom_drafter.py"),
-    "speculative_algorithm": "PROMPT_LOOKUP",
+    "speculative_drafter_module": PLUGINS,
+    "speculative_algorithm": "JUNK",
+    "speculative_num_draft_tokens": 4,
 }
 SHARED = [40, 41, 42, 43, 44, 45, 46]
 PROMPTS = [[7], [*SHARED, 9], [*SHARED, 11, 12]]
@@ -159,7 +161,7 @@ def test_rounds_that_are_shown(
     monkeypatch.setattr(round_module, "TIMED_REQUESTS", timed)
     options = options_of(kind, drafts) if kind != "plugin" else PLUGIN
     llm = taped(speculative_verify_whole_trees=kind != "none", **options)
-    prompts = [PROMPTS[1], SHARED[:3] * 3]  # the second one can be looked up
+    prompts = [PROMPTS[1], SHARED[:3] * 3]  # n-grams find the second one
     base = {"max_new_tokens": 4, "ignore_eos": True}
     asked = [{**base, **GREEDY}, {**base, **FILTERED}]
     unseen = llm.generate(prompts, asked)
@@ -175,7 +177,7 @@ def test_rounds_that_are_shown(
             assert each.tokens[0] == before[-1]
             assert [each.tokens[node] for node in each.path] == each.emitted[: len(each.path)]
             drafted += check_probs(reference, before, each)
-            assert len(each.scores) == len(each.tokens)
+            assert len(each.scores) in (len(each.tokens), 0 if kind == "plugin" else -1)
     assert (drafted > 0) == (kind != "none")
     finished(llm)
 

@@ -226,7 +226,7 @@ def test_a_key_may_hold_any_characters(key: str) -> None:
     for wrong in (b"", right + b"x", right[:-1], right[7:], b"Bearer sesam", b"\xff"):
         assert status("/generate", (b"authorization", wrong)) == 401, wrong
     assert status("/generate") == 401
-    assert [status(path) for path in POLLED] == [200, 200, 200]
+    assert [status(path) for path in (*POLLED, "/")] == [200] * 4
     assert [status(path) for path in ("/healthy", "/health/x", "/metrics2")] == [401] * 3
 
 
