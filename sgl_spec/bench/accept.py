@@ -3,8 +3,9 @@
 First turns of the bundled development questions, in the model's chat template. Whole trees are
 verified, whether or not they pay on this machine, so the figures depend on models and shapes alone.
 The last round of a request, which its end cuts short, does not count. The time of full rounds is
-compared with plain decoding's, and the fastest shape for what was measured is named. Other options
-are the server's: python -m sgl_spec.bench accept --speculative-algorithm EAGLE3 --shapes 5,4,8
+compared with plain decoding's (trees are read in both), and the fastest shape for what was measured
+is named. Other options are the server's:
+python -m sgl_spec.bench accept --speculative-algorithm EAGLE3 --shapes 5,4,8
 """
 
 from __future__ import annotations
@@ -43,8 +44,6 @@ from sgl_spec.errors import ConfigError
 from sgl_spec.messages import OutputChunk
 from sgl_spec.request import SamplingParams, TokenizedRequest
 from sgl_spec.server.tokenizer import ServerTokenizer
-from sgl_spec.speculative.base import DraftBatch, Drafter
-from sgl_spec.speculative.tree import AcceptResult, TokenTree
 
 _SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 
@@ -181,8 +180,6 @@ class AcceptBench:
         self.shape = ",".join("-" if part is None else str(part) for part in parts)
         self.tally = RankTally()
         self._full = _Rounds()
-        if self.engine.drafter is not None:
-            self._listen(self.engine.drafter)
         self.facts = {
             "model_path": done.model_path,
             "algorithm": done.speculative_algorithm,
@@ -192,16 +189,6 @@ class AcceptBench:
             "temperature": options.temperature,
             "max_new_tokens": options.max_new_tokens,
         }
-
-    def _listen(self, drafter: Drafter) -> None:
-        """Hear what the drafter is told."""
-        told = drafter.observe
-
-        def observe(batch: DraftBatch, tree: TokenTree, accepted: AcceptResult) -> None:
-            self.tally.observe(batch, tree, accepted)
-            told(batch, tree, accepted)
-
-        drafter.observe = observe  # type: ignore[method-assign]
 
     def plain_ms(self, asked: Sequence[Asked]) -> float:
         """Milliseconds of a round without drafts, with as many requests as run together."""
@@ -270,6 +257,8 @@ class AcceptBench:
                 answer = answers[chunk.rid]
                 answer.chunks.append(chunk.ids)
                 if chunk.finish is None:
+                    for one in chunk.draft_trees:
+                        self.tally.add(one)
                     continue
                 if chunk.retractions:
                     raise ConfigError("A request was retracted; raise --max-total-tokens.")
@@ -291,7 +280,7 @@ class AcceptBench:
             seed=options.seed + number,
         )
         return TokenizedRequest(
-            rid=str(number), input_ids=asked.ids, sampling=sampling, stream=True
+            rid=str(number), input_ids=asked.ids, sampling=sampling, stream=True, draft_trees=True
         )
 
 

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sgl_spec.speculative.base import DraftBatch
-from sgl_spec.speculative.tree import AcceptResult, TokenTree
+from sgl_spec.request import DraftRound
 
 
 def expected_tokens(a: float, steps: int) -> float:
@@ -99,39 +98,24 @@ def _shapes(ranks: Sequence[float], cost: Cost, most: int, most_nodes: int) -> I
 
 
 class RankTally:
-    """Which children of accepted nodes were accepted, from what a drafter is told of each round.
-
-    `observe` has the signature of `Drafter.observe`. Rounds that a device runs without the host
-    tell a drafter nothing, and leave this empty.
-    """
+    """Which children of accepted nodes were accepted."""
 
     def __init__(self) -> None:
         self.offered: Counter[int] = Counter()
         self.accepted: Counter[int] = Counter()
 
-    def observe(self, batch: DraftBatch, tree: TokenTree, accepted: AcceptResult) -> None:
+    def add(self, one: DraftRound) -> None:
         """Count a round. Siblings are ranked by score, else by their order in the tree."""
-        scores = None if tree.scores is None else tree.scores.tolist()
-        rows = zip(
-            tree.parents.tolist(),
-            tree.num_nodes.tolist(),
-            accepted.path.tolist(),
-            accepted.counts.tolist(),
-            strict=True,
-        )
-        for index, (parents, nodes, path, count) in enumerate(rows):
-            score = None if scores is None else scores[index]
-            for depth in range(count):
-                node, last = path[depth], depth + 1 == count
-                children = [i for i in range(1, nodes) if parents[i] == node]
-                if score is not None:
-                    children.sort(key=lambda child: -score[child])
-                self.offered.update(range(len(children)))
-                if not last:
-                    self.accepted[children.index(path[depth + 1])] += 1
+        for node, accepted in itertools.zip_longest([0, *one.path], one.path):
+            children = [i for i, parent in enumerate(one.parents) if parent == node]
+            if one.scores:
+                children.sort(key=lambda child: -one.scores[child])
+            self.offered.update(range(len(children)))
+            if accepted is not None:
+                self.accepted[children.index(accepted)] += 1
 
     def ranks(self) -> list[float]:
-        """p_r by rank; [] where nothing was observed."""
+        """p_r by rank; [] where nothing was drafted."""
         return [self.accepted[rank] / count for rank, count in sorted(self.offered.items())]
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from sgl_spec.bench.__main__ import main
 from sgl_spec.bench.accept_tables import Answer, looping
@@ -21,7 +20,7 @@ from sgl_spec.bench.acceptance import (
     tree_tokens,
 )
 from sgl_spec.bench.offline import CHAT, TASKS, questions
-from sgl_spec.speculative.tree import AcceptResult, TokenTree
+from sgl_spec.request import DraftRound, RoundTimes
 
 
 @pytest.mark.parametrize(
@@ -97,16 +96,15 @@ def test_costs_and_the_best_shape() -> None:
 
 def test_siblings_are_ranked_by_score() -> None:
     """Root 0 with children 1 and 2, the second scored higher, and 3 below it."""
-    tree = TokenTree(
-        tokens=torch.tensor([[9, 1, 2, 3]]),
-        parents=torch.tensor([[-1, 0, 0, 2]]),
-        num_nodes=torch.tensor([4]),
-        scores=torch.tensor([[1.0, 0.3, 0.6, 0.5]]),
-    )
     tally = RankTally()
-    for path, count in (([0, 2, 3], 3), ([0, 1, 0], 2), ([0, 0, 0], 1)):
-        accepted = AcceptResult(torch.zeros(1, 3), torch.tensor([path]), torch.tensor([count]))
-        tally.observe(None, tree, accepted)  # type: ignore[arg-type]
+    for path in ([2, 3], [1], []):
+        tally.add(
+            DraftRound(
+                tokens=[9, 1, 2, 3], parents=[-1, 0, 0, 2], scores=[1.0, 0.3, 0.6, 0.5],
+                probs=[1.0] * 4, path=path, emitted=[0] * (len(path) + 1), emitted_probs=[],
+                requests=1, option=None, times=RoundTimes(),
+            )
+        )  # fmt: skip
     # Rank 0 was offered at the root three times and below node 2 once; rank 1 at the root alone.
     assert tally.ranks() == [2 / 4, 1 / 3]
 
