@@ -176,14 +176,16 @@ class Server:
         )
         if self._args.log_requests:
             self._frontend.log = RequestLog(tokenizer.tokenizer, self._args.log_requests_level)
+        trace = None
         if self._args.spec_trace is not None:
             source = info.speculative_algorithm
-            self._frontend.trace = SpecTrace(self._args.spec_trace, tokenizer.tokenizer, source)
+            trace = SpecTrace(self._args.spec_trace, tokenizer.tokenizer, source)
         for line in summary(self._args, info):
             logger.info(line)
         service = Service(self._args, info, tokenizer, self._frontend, self._metrics)
         if not self._args.skip_server_warmup:
             await service.warm_up()
+        self._frontend.trace = trace
         self._state.service, self._state.problem = service, None
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
