@@ -60,10 +60,17 @@ def test_a_grid_without_what_changes_nothing(tmp_path: Path) -> None:
     assert not {cell.id for cell in longer} & {cell.id for cell in found}
 
 
-def test_the_example_is_a_plan() -> None:
-    file = ROOT / "examples" / "experiment.toml"
-    plan = read_plan(file)
-    assert len(cells_of(plan, file)) == 3 * 2 * 2 * plan.repeats
+CELLS = {
+    "experiment.toml": 3 * 2 * 2 * 2,
+    "experiments/accept_cpu.toml": 4 * 3 * 6,
+    "experiments/speedup_cpu.toml": 3 * 2 * 3,
+}
+
+
+def test_the_examples_are_plans() -> None:
+    files = sorted((ROOT / "examples").rglob("*.toml"))
+    found = {f.relative_to(ROOT / "examples").as_posix(): f for f in files}
+    assert {name: len(cells_of(read_plan(f), f)) for name, f in found.items()} == CELLS
 
 
 def test_an_algorithm_among_the_flags_counts_as_one_of_the_grid(tmp_path: Path) -> None:
