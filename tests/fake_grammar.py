@@ -39,7 +39,8 @@ class Counting:
                 words[token >> 5] |= bit(token)
 
     def step(self, token: int) -> bool:
-        assert self.allows(token), "a step that the mask forbids"
+        if not self.allows(token):
+            return False
         if token in self.breaks:
             self.error = "too complex"
             return False
@@ -57,6 +58,9 @@ class Counting:
         for path in paths:
             automaton = path.constraint.automaton
             before = list(automaton.tokens)
+            if not all(automaton.step(token) for token in path.before):
+                automaton.tokens[:] = before
+                continue
             for row, token in enumerate([*path.tokens, None], path.first):
                 automaton.fill(words[row])
                 may_end[row] = automaton.may_end
@@ -90,10 +94,16 @@ def plain(
         assert constraint.allows(output[-1])
         if output[-1] in stop and len(output) >= least:
             return output, "stop", output[-1]
-        place = constraint.commit(output[-1])
+        place = commit(constraint, output[-1])
         if place is not Place.OPEN:
             return output, {Place.ENDED: "stop", Place.BROKEN: "abort"}[place], None
     return output, "length", None
+
+
+def commit(constraint: Constraint, token: int) -> Place:
+    """Take one token; where the text stands then."""
+    constraint.take([token])
+    return constraint.place
 
 
 def mask_of(automaton: Counting, end_ids: Sequence[int]) -> list[int]:

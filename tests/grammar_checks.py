@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
+from fake_grammar import commit
 from grammars import EBNF, REGEXES, SCHEMAS
 from tokenizers import Tokenizer
 
@@ -50,7 +51,7 @@ class Follower:
         ended = ids[-1] in self._eos
         for token in ids[:-1] if ended else ids:
             assert one.place is Place.OPEN, "the text goes on after its end"
-            assert one.commit(token) is not Place.BROKEN, one.problem
+            assert commit(one, token) is not Place.BROKEN, one.problem
         if finish["type"] == "stop":
             complete = one.words[self._eos[0] >> 5] >> (self._eos[0] & 31) & 1
             assert bool(complete) if ended else one.place is Place.ENDED

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from tokenizers import Tokenizer
 
 from sgl_spec.engine.ebnf import to_lark
 from sgl_spec.engine.json_schema import SchemaError, as_read
 from sgl_spec.request import Grammar
-from sgl_spec.speculative.grammar import Automaton, Bools, Path, Words, bit, has_token
+from sgl_spec.speculative.grammar import Automaton, Bools, Path, Words, bit
 
 # Between two tokens of JSON: nothing, a space, or a line break with its indentation. Without a
 # bound a model that has lost its way can write blanks until its budget is gone.
@@ -25,17 +27,41 @@ class GrammarError(Exception):
     """A grammar that cannot be served. The message is what stands behind the field's name."""
 
 
+@dataclass(frozen=True, slots=True)
+class EndBits:
+    """How llguidance says in a mask that the text may end.
+
+    token: the id that it takes for an end, which is no text. width: words of its masks. hidden: ids
+    that are never in a mask of ours: this one and those that end the model's texts. kept: what is
+    left of those of our words that hold hidden ones, by the place of the word.
+    """
+
+    token: int
+    width: int
+    hidden: frozenset[int]
+    kept: dict[int, np.int32]
+
+    def hide(self, words: Words) -> None:
+        """Take the hidden ids out of masks, [..., ceil(V / 32)]."""
+        for place, kept in self.kept.items():
+            words[..., place] &= kept
+
+    def read(self, words: Words) -> Bools:
+        """Of masks as llguidance writes them, [n, width]: whether their texts may end."""
+        may_end: Bools = (words[:, self.token >> 5] >> (self.token & 31) & 1).astype(np.bool_)
+        return may_end
+
+
 class LLAutomaton:
     """`speculative.grammar.Automaton` over an `LLMatcher`.
 
     base: a matcher at its beginning, which is never moved; all automata of a grammar share it.
-    shown: the mask of all tokens but those that llguidance takes for ends.
     """
 
-    def __init__(self, base: LLMatcher, shown: Words) -> None:
+    def __init__(self, base: LLMatcher, ends: EndBits) -> None:
         self._base = base
         self._matcher = base.deep_copy()
-        self._shown = shown
+        self._ends = ends
 
     @property
     def may_end(self) -> bool:
@@ -49,33 +75,52 @@ class LLAutomaton:
 
     def fill(self, words: Words) -> None:
         """Write the mask of the tokens that continue the text."""
-        address = words.__array_interface__["data"][0]
-        self._matcher.unsafe_compute_mask_ptr(address, words.nbytes)
-        words &= self._shown
+        written = words if len(words) == self._ends.width else _wide(1, self._ends)[0]
+        self._matcher.unsafe_compute_mask_ptr(_address(written), written.nbytes)
+        if written is not words:
+            words[:] = written[: len(words)]
+        self._ends.hide(words)
 
     def step(self, token: int) -> bool:
-        """Move by a token; False breaks the automaton."""
-        return self._matcher.consume_token(token)
+        """Move by a token, if it may follow."""
+        if token in self._ends.hidden:
+            return False
+        return self._matcher.try_consume_tokens([token]) == 1
 
     def restart(self) -> LLAutomaton:
         """A new automaton of the same grammar, at its beginning."""
-        return LLAutomaton(self._base, self._shown)
+        return LLAutomaton(self._base, self._ends)
 
     @staticmethod
     def fill_along(paths: Sequence[Path], words: Words) -> Bools:
-        """See `Automaton.fill_along`. Token by token: the engine's own call for drafted paths does
-        not say where the text may end, and an end id in a mask may be text that goes on."""
-        may_end = np.zeros(len(words), dtype=np.bool_)
+        """See `Automaton.fill_along`. One call for all paths, which uses several cores and does not
+        hold Python's lock."""
+        ends = _automaton(paths[0])._ends
+        written = words if words.shape[1] == ends.width else _wide(len(words), ends)
+        drafts: list[tuple[LLMatcher, int, list[int]]] = []
+        leaves: list[tuple[LLMatcher, int]] = []
+        moved: list[tuple[LLMatcher, int]] = []
         for path in paths:
-            automaton, moved = _automaton(path), 0
-            for row, token in enumerate((*path.tokens, None), path.first):
-                automaton.fill(words[row])
-                may_end[row] = automaton.may_end
-                if token is None or not has_token(words[row], token) or not automaton.step(token):
-                    break
-                moved += 1
-            if automaton.error is None:
-                automaton._matcher.rollback(moved)
+            matcher = _automaton(path)._matcher
+            steps = matcher.try_consume_tokens(path.before) if path.before else 0
+            if steps:
+                moved.append((matcher, steps))
+            if steps == len(path.before) and path.tokens:
+                drafts.append((matcher, path.first, path.tokens))
+            elif steps == len(path.before):
+                leaves.append((matcher, path.first))
+        where = _address(written), written.strides[0], len(written)
+        if drafts:
+            _executor().unsafe_compute_mask_ptr_with_draft_token(drafts, *where)
+        if leaves:
+            _executor().unsafe_compute_mask_ptr(leaves, *where)
+        for matcher, steps in moved:
+            if not matcher.is_error():
+                matcher.rollback(steps)
+        may_end = ends.read(written)
+        if written is not words:
+            words |= written[:, : words.shape[1]]
+        ends.hide(words)
         return may_end
 
 
@@ -83,6 +128,21 @@ def _automaton(path: Path) -> LLAutomaton:
     found = path.constraint.automaton
     assert isinstance(found, LLAutomaton)
     return found
+
+
+@cache
+def _executor() -> LLExecutor:
+    return LLExecutor()
+
+
+def _wide(rows: int, ends: EndBits) -> Words:
+    """Masks with a word more than ours, where the vocabulary leaves no id that is no text."""
+    return np.zeros((rows, ends.width), dtype=np.int32)
+
+
+def _address(words: Words) -> int:
+    address: int = words.__array_interface__["data"][0]
+    return address
 
 
 def make_compiler(
@@ -93,24 +153,38 @@ def make_compiler(
 
     A tokenizer that llguidance cannot read gives a compiler that refuses everything and says so.
     """
+    tokenizer, end = _with_end(tokenizer, vocab_size)
+    known = max(vocab_size, end + 1)
     try:
-        table = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(eos_ids) or None)
+        table = LLTokenizer(tokenizer.to_str(), n_vocab=known, eos_token=[end])
     except ValueError as error:
         return refuse_all(f"is not supported with this model's tokenizer: {error}")
-    shown = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
-    for token in table.eos_tokens:
-        shown[token >> 5] &= ~bit(token)
+    hidden, kept = frozenset([end, *eos_ids]), dict[int, np.int32]()
+    for token in hidden:
+        if token < 32 * -(-vocab_size // 32):
+            kept[token >> 5] = kept.get(token >> 5, np.int32(-1)) & ~bit(token)
+    ends = EndBits(end, -(-known // 32), hidden, kept)
 
     def compile(grammar: Grammar) -> Automaton:
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(table, _source(grammar, closed), log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(f"cannot be compiled: {_reason(matcher.get_error())}")
-        automaton = LLAutomaton(matcher, shown)
-        _require_text(automaton, np.empty_like(shown))
+        automaton = LLAutomaton(matcher, ends)
+        _require_text(automaton, np.zeros(-(-vocab_size // 32), dtype=np.int32))
         return automaton
 
     return compile
+
+
+def _with_end(tokenizer: Tokenizer, vocab_size: int) -> tuple[Tokenizer, int]:
+    """A special token, which no text spells; one more if there is none."""
+    for token, added in tokenizer.get_added_tokens_decoder().items():
+        if added.special and token < vocab_size:
+            return tokenizer, token
+    wider = Tokenizer.from_str(tokenizer.to_str())
+    wider.add_special_tokens(["<|end of text|>"])
+    return wider, wider.get_vocab_size() - 1
 
 
 def refuse_all(reason: str) -> Compile:

@@ -151,9 +151,15 @@ class Req:
         """
         if self.stops is None and self.constraint is None:
             return self._append_plain(tokens)
+        tokens, place = tokens[: max(1, self.remaining)], Place.OPEN
+        legal = len(tokens)
+        if self.constraint is not None:
+            legal = self.constraint.take(tokens)
+            tokens, place = tokens[: max(1, legal)], self.constraint.place
         for taken, token in enumerate(tokens, 1):
             self.ids.append(token)
-            self.finish = self._end_at(token)
+            end = place if taken == len(tokens) else Place.OPEN
+            self.finish = self._end_at(token, end, legal=legal > 0)
             if self.finish is not None:
                 return taken
         return len(tokens)
@@ -173,27 +179,27 @@ class Req:
         self.ids += tokens[:taken]
         return taken
 
-    def _end_at(self, token: int) -> FinishReason | None:
+    def _end_at(self, token: int, place: Place, *, legal: bool) -> FinishReason | None:
+        """place: where the grammar stands behind the token. legal: whether it allows the token."""
         text = self.stops.push(token) if self.stops is not None else None
-        legal = self.constraint is None or self.constraint.allows(token)
         if legal and self.output_len >= self.sampling.min_new_tokens:
             if token in self.stop_ids:
                 return FinishReason(kind="stop", matched=token)
             if text is not None:
                 return FinishReason(kind="stop", matched=text)
-        if self.constraint is not None:
-            match self.constraint.commit(token):
-                case Place.ENDED:
-                    return FinishReason(kind="stop")
-                case Place.BROKEN:
-                    return self._broken(self.constraint.problem)
+        if place is Place.ENDED:
+            return FinishReason(kind="stop")
+        if place is Place.BROKEN:
+            return self._broken()
         if self.remaining <= 0:
             return FinishReason(kind="length")
         return None
 
-    def _broken(self, problem: str) -> FinishReason:
-        grammar = self.sampling.grammar
+    def _broken(self) -> FinishReason:
+        grammar, constraint = self.sampling.grammar, self.constraint
         assert grammar is not None
+        assert constraint is not None
+        problem = constraint.problem
         message = f"{grammar.field} cannot be followed any further: {problem}."
         return FinishReason(kind="abort", message=message, status=400, param=grammar.field)
 

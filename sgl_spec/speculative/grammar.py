@@ -8,9 +8,11 @@ without a grammar are not looked at.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +26,7 @@ from sgl_spec.speculative.tree import NodeMasks, TokenTree
 Words = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
+_NEVER = np.iinfo(np.int64).max
 
 
 class Automaton(Protocol):
@@ -46,7 +49,8 @@ class Automaton(Protocol):
         them."""
 
     def step(self, token: int) -> bool:
-        """Move by a token; False breaks the automaton."""
+        """Move by a token that may follow. False: it may not, and the automaton stands where it
+        did, or is broken."""
 
     def restart(self) -> Automaton:
         """A new automaton of the same grammar, at its beginning."""
@@ -56,9 +60,10 @@ class Automaton(Protocol):
         """Write the masks along paths, no two of one automaton, and leave the automata where they
         stand, if none breaks.
 
-        Row `first` of a path is the mask of where its automaton stands; each next row is the one
-        behind the next token, up to the first token that cannot follow. Rows behind that stay as
-        they are. Returns, for each row of words written, whether the text may end there.
+        Row `first` of a path is the mask behind the tokens `before`, each next row the one behind
+        the next token, up to the first token that cannot follow. Rows behind that stay as they
+        are, and so do all if one of `before` cannot. Returns, for each row of words written,
+        whether the text may end there.
         """
 
 
@@ -68,6 +73,7 @@ class Path:
     `Automaton.fill_along`."""
 
     constraint: Constraint
+    before: list[int]
     first: int
     tokens: list[int]
 
@@ -103,27 +109,51 @@ class Constraint:
         self.problem = ""
         self.automaton = automaton
         self._committed: list[int] = []
+        self._may_end = False
         self.depth = 0
         self.end_bits = np.zeros_like(self.words)
         for token in self.end_ids:
             self.end_bits[token >> 5] |= bit(token)
-        self.place = self._look(self.words)
+        self.place = self._look()
 
     def allows(self, token: int) -> bool:
         """Whether the next output token may be this one."""
         return has_token(self.words, token)
 
-    def commit(self, token: int) -> Place:
-        """Take an output token (not one that ends the request); where the text stands now."""
-        allowed = self.allows(token)
-        self._committed.append(token)
-        self.depth += 1
-        if allowed and self.automaton.step(token):
-            self.place = self._look(self.words)
-        else:
-            self.place = Place.BROKEN
-            self.problem = self.automaton.error or f"token {token} is not allowed here"
-        return self.place
+    def take(self, tokens: Sequence[int]) -> int:
+        """Take output tokens in order, up to one that ends the request, to where the text ends, or
+        to one that is not allowed, which leaves the place BROKEN. Returns how many were allowed.
+
+        The mask is made once, behind the last: a token that follows says that the one before it
+        could be followed.
+        """
+        for count, token in enumerate(tokens):
+            if token in self.end_ids and self._ends(moved=count > 0):
+                self.place = Place.ENDED
+                return count + 1
+            if not self.automaton.step(token):
+                self._refuse(token, moved=count > 0)
+                return count
+            self._committed.append(token)
+            self.depth += 1
+        self.place = self._look()
+        return len(tokens)
+
+    def _ends(self, *, moved: bool) -> bool:
+        """Whether an end id that was drawn ends the request here. moved: the mask is older."""
+        if moved:
+            self.place = self._look()
+        return self.place is Place.OPEN and self._may_end and self.depth >= self.min_new_tokens
+
+    def _refuse(self, token: int, *, moved: bool) -> None:
+        """A token cannot follow. Perhaps the text ended before it."""
+        error = self.automaton.error
+        if error is None and moved:
+            self.place = self._look()
+            if self.place is not Place.OPEN:
+                return
+        self.place = Place.BROKEN
+        self.problem = error or f"token {token} is not allowed here"
 
     def mend(self) -> None:
         """Build an automaton that broke on a drafted path anew from the text."""
@@ -131,18 +161,19 @@ class Constraint:
             self.automaton = self.automaton.restart()
             for token in self._committed:
                 if not self.automaton.step(token):
-                    return  # what worked once fails now: the next commit says so
+                    return  # what worked once fails now: the next token says so
 
-    def _look(self, words: Words) -> Place:
+    def _look(self) -> Place:
+        words = self.words
         self.automaton.fill(words)
         self.problem = self.automaton.error or ""
         if self.problem:
             return Place.BROKEN
-        may_end = self.automaton.may_end
-        if not words.any():
-            self.problem = "" if may_end else "no token of the vocabulary continues the text"
-            return Place.ENDED if may_end else Place.BROKEN
-        if may_end and self.depth >= self.min_new_tokens:
+        self._may_end = self.automaton.may_end
+        if not np.count_nonzero(words):
+            self.problem = "" if self._may_end else "no token of the vocabulary continues the text"
+            return Place.ENDED if self._may_end else Place.BROKEN
+        if self._may_end and self.depth >= self.min_new_tokens:
             words |= self.end_bits
         return Place.OPEN
 
@@ -168,51 +199,70 @@ def tree_masks(
     afterwards. Nodes behind the end of a text and below an illegal one are free: no walk that
     counts reaches them.
     """
+    mine = {i: one for i, one in enumerate(constraints) if one is not None}
     row_of = np.full(tokens.shape, -1, dtype=np.int64)
-    depths = np.zeros(tokens.shape, dtype=np.int64)
-    turns: list[list[Path]] = []
-    rows, mine = 0, {i: one for i, one in enumerate(constraints) if one is not None}
-    for i, one in mine.items():
-        if num_nodes[i] == 1:
-            row_of[i, 0], rows = rows, rows + 1
-            continue
-        ids = tokens[i].tolist()
-        for turn, path in enumerate(_root_paths(parents[i, : num_nodes[i]].tolist())):
-            for depth, node in enumerate(path):
-                if row_of[i, node] < 0:
-                    row_of[i, node], depths[i, node] = rows + depth, depth
-            if turn == len(turns):
-                turns.append([])
-            turns[turn].append(Path(one, rows, [ids[node] for node in path[1:]]))
-            rows += len(path)
     legal = np.ones(tokens.shape, dtype=np.bool_)
     if not mine:
         return Masked(np.zeros((0, 0), dtype=np.int32), row_of, legal)
+    depths = np.zeros(tokens.shape, dtype=np.int64)
+    turns = _plan(tokens, parents, num_nodes, mine, row_of, depths)
     first = next(iter(mine.values()))
-    words = np.zeros((rows, len(first.words)), dtype=np.int32)
-    may_end = np.zeros(rows, dtype=np.bool_)
-    for i, one in mine.items():
-        words[row_of[i, 0]] = one.words  # as it was left when the text was committed
+    words = np.zeros((int(row_of.max()) + 1, len(first.words)), dtype=np.int32)
+    may_end = np.zeros(len(words), dtype=np.bool_)
     for paths in turns:
         may_end |= first.automaton.fill_along(paths, words)
-        for one in mine.values():
-            one.mend()
-    _judge(tokens, parents, depths, mine, Masked(words, row_of, legal), may_end)
-    used = row_of >= 0  # paths that share their beginning have it twice
-    words, row_of[used] = words[row_of[used]], np.arange(used.sum())
-    return Masked(words, row_of, legal)
+        for path in paths:
+            path.constraint.mend()
+    for i, one in mine.items():
+        if num_nodes[i] == 1:
+            words[row_of[i, 0]] = one.words  # as it was left when the text was committed
+    found = Masked(words, row_of, legal)
+    _judge(tokens, parents, depths, mine, found, may_end)
+    return found
 
 
-def _root_paths(parents: list[int]) -> list[list[int]]:
-    """The nodes from the root to each leaf of a tree."""
-    inner, paths = set(parents), []
+def _plan(
+    tokens: Ints,
+    parents: Ints,
+    num_nodes: Ints,
+    constraints: Mapping[int, Constraint],
+    row_of: Ints,
+    depths: Ints,
+) -> list[list[Path]]:
+    """Give every node its row and depth. Returns the paths that fill the rows, in turns that do not
+    hold a constraint twice; roots alone need none."""
+    turns: list[list[Path]] = []
+    nodes: list[int] = []  # by row, of the flattened trees
+    levels: list[int] = []
+    for i, one in constraints.items():
+        count = int(num_nodes[i])
+        ids, above = tokens[i, :count].tolist(), tuple(parents[i, :count].tolist())
+        for turn, (path, known) in enumerate(_branches(above)):
+            if count > 1:
+                if turn == len(turns):
+                    turns.append([])
+                along = [ids[node] for node in path[1:]]
+                turns[turn].append(Path(one, along[:known], len(nodes), along[known:]))
+            first = i * tokens.shape[1]
+            nodes += [first + node for node in path[known:]]
+            levels += range(known, len(path))
+    row_of.reshape(-1)[nodes] = np.arange(len(nodes))
+    depths.reshape(-1)[nodes] = levels
+    return turns
+
+
+@lru_cache(maxsize=4096)
+def _branches(parents: tuple[int, ...]) -> list[tuple[list[int], int]]:
+    """The nodes from the root to each leaf of a tree, and how many of them an earlier path had."""
+    inner, seen, branches = set(parents), set[int](), list[tuple[list[int], int]]()
     for leaf in range(len(parents)):
         if leaf not in inner:
             path = [leaf]
             while path[-1]:
                 path.append(parents[path[-1]])
-            paths.append(path[::-1])
-    return paths
+            branches.append((path[::-1], len(seen.intersection(path))))
+            seen.update(path)
+    return branches
 
 
 def _judge(
@@ -223,25 +273,47 @@ def _judge(
     found: Masked,
     may_end: Bools,
 ) -> None:
-    """Let texts end where they may, and find the illegal drafts, level by level: a draft's parent
-    must allow it, and something must follow it unless it ends the text."""
+    """Let texts end where they may, and find the illegal drafts: a draft's parent must allow it,
+    and something must follow it unless it ends the text."""
     words, row_of, legal = found.words, found.row_of, found.legal
     goes_on = np.bitwise_or.reduce(words, axis=1) != 0
-    ends = np.zeros(tokens.shape, dtype=np.bool_)  # nodes that end the request
+    ends = _let_end(tokens, depths, constraints, found, may_end & goes_on)
+    drafts = depths > 0  # other entries may hold anything
+    above, every = np.where(drafts, parents, 0), np.arange(len(tokens))
+    row = row_of[drafts]
+    allowed = _has(words, row_of[np.nonzero(drafts)[0], above[drafts]], tokens[drafts])
+    legal[drafts] = allowed & (ends[drafts] | goes_on[row] | may_end[row])
+    followed = row_of >= 0
+    followed[drafts] = allowed & ~ends[drafts] & goes_on[row]
+    for node in range(1, tokens.shape[1]):
+        reached = followed[every, above[:, node]] | ~drafts[:, node]
+        legal[:, node] &= reached
+        followed[:, node] &= reached
+    row_of[~followed] = -1
+
+
+def _let_end(
+    tokens: Ints,
+    depths: Ints,
+    constraints: Mapping[int, Constraint],
+    found: Masked,
+    may_end: Bools,
+) -> Bools:
+    """Allow end ids where a text may end. Returns the drafts that end their request."""
+    groups = defaultdict[frozenset[int], list[int]](list)
     for i, one in constraints.items():
-        used = row_of[i] >= 0
-        late = one.depth + depths[i] >= one.min_new_tokens
-        last = row_of[i, used & late]
-        words[last[may_end[last] & goes_on[last]]] |= one.end_bits
-        drafts = np.nonzero(used & late & (depths[i] > 0))[0]  # other entries may hold anything
-        ends[i, drafts] = _has(one.end_bits[None], 0, tokens[i, drafts])
-    for depth in range(1, int(depths.max(initial=0)) + 1):
-        request, node = np.nonzero((depths == depth) & (row_of >= 0))
-        row, above = row_of[request, node], row_of[request, parents[request, node]]
-        allowed = (above >= 0) & _has(words, above, tokens[request, node])
-        ended = ends[request, node]
-        legal[request, node] = allowed & (ended | goes_on[row] | may_end[row])
-        row_of[request, node] = np.where(allowed & ~ended & goes_on[row], row, -1)
+        groups[one.end_ids].append(i)
+    ends = np.zeros(tokens.shape, dtype=np.bool_)
+    for group in groups.values():
+        bits = constraints[group[0]].end_bits
+        columns, least = np.flatnonzero(bits), np.full(len(tokens), _NEVER)
+        least[group] = [constraints[i].min_new_tokens - constraints[i].depth for i in group]
+        late = (found.row_of >= 0) & (depths >= least[:, None])
+        rows = found.row_of[late]
+        found.words[rows[may_end[rows], None], columns] |= bits[columns]
+        drafts = late & (depths > 0)
+        ends[drafts] = _has(bits[None], 0, tokens[drafts])
+    return ends
 
 
 def _has(words: Words, row: Ints | int, tokens: Ints) -> Bools:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from fake_grammar import Counting, compile_counting, listed, mask_of, plain
+from fake_grammar import Counting, commit, compile_counting, listed, mask_of, plain
 from fakes import EOS, VOCAB, RandomDrafter, SumModel
 from rig import NODES, Rig
 
@@ -34,7 +34,7 @@ def committed(
     """A constraint some way into its grammar."""
     constraint = Constraint(automaton, ends, VOCAB)
     for _ in range(count):
-        constraint.commit(rng.choice([t for t in listed(constraint.words) if t not in ends]))
+        commit(constraint, rng.choice([t for t in listed(constraint.words) if t not in ends]))
     return constraint
 
 
@@ -206,8 +206,8 @@ def test_a_draft_that_is_too_hard_to_follow_is_dropped_and_the_text_is_found_aga
     assert paths(masked, 0) == [[], [first[1]], [first[1], second], [first[2]]]
     assert isinstance(constraint.automaton, Counting)
     assert constraint.automaton.restarts == 1
-    assert constraint.commit(first[1]) is Place.OPEN
-    assert constraint.commit(second) is Place.OPEN
+    assert commit(constraint, first[1]) is Place.OPEN
+    assert commit(constraint, second) is Place.OPEN
     assert listed(constraint.words) == after(constraint, [])
 
 
@@ -215,12 +215,12 @@ def test_places() -> None:
     ended = Constraint(Counting(1, 1), [EOS], VOCAB)
     assert ended.place is Place.OPEN
     assert EOS not in listed(ended.words), "the text may not end before it is complete"
-    assert ended.commit(listed(ended.words)[0]) is Place.ENDED
+    assert commit(ended, listed(ended.words)[0]) is Place.ENDED
     forbidden = Constraint(Counting(1, 5), [EOS], VOCAB)
-    assert forbidden.commit(EOS) is Place.BROKEN
+    assert commit(forbidden, EOS) is Place.BROKEN
     assert forbidden.problem == f"token {EOS} is not allowed here"
     stuck = Constraint(Counting(3, 1), [EOS], VOCAB)
-    assert stuck.commit(listed(stuck.words)[0]) is Place.BROKEN
+    assert commit(stuck, listed(stuck.words)[0]) is Place.BROKEN
     assert "no token of the vocabulary" in stuck.problem
 
 
@@ -230,6 +230,26 @@ RULE_OPTIONS: dict[str, dict[str, object]] = {
     "block": {"block": True},
     "thresholds": {"threshold_single": 0.02},
 }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tokens_of_a_round_end_where_they_do_one_by_one(seed: int) -> None:
+    """Also where tokens follow an end: what was drawn behind it means nothing."""
+    rng = random.Random(seed)
+    least, ends, first_end = rng.randrange(4), rng.choice([[EOS], [], [EOS, 9]]), rng.choice([0, 2])
+    automaton = Counting(least, least + rng.randint(1, 3), frozenset([7]))
+    whole, single = (Constraint(automaton.restart(), ends, VOCAB, first_end) for _ in "12")
+    while single.place is Place.OPEN:
+        text, places = list[int](), list[Place]()
+        while len(text) < 5:
+            given = listed(single.words) if single.place is Place.OPEN else []
+            text.append(rng.choice(given if given and rng.random() < 0.9 else range(VOCAB)))
+            if single.place is Place.OPEN:
+                places.append(commit(single, text[-1]))
+        legal = whole.take(text)
+        assert (whole.place, whole.problem) == (single.place, single.problem)
+        assert legal == len(places) - single.problem.startswith("token")
+        assert np.array_equal(whole.words, single.words) or single.place is Place.BROKEN
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "thresholds"])
@@ -276,7 +296,7 @@ def test_end_ids_that_are_all_the_grammar_leaves_do_not_end_before_the_minimum(r
     for trial in range(40):
         least, every = 2 + trial % 4, range(VOCAB)
         one = Constraint(Counting(1, 12), every, VOCAB, least)
-        one.commit(listed(one.words)[trial % 3])
+        commit(one, listed(one.words)[trial % 3])
         tree = sampled_tree(shape.parents, generator, batch=1)
         masked = mask_tree(tree, [one], drop=not judge.samples)
         params = SamplingParams(
@@ -291,7 +311,7 @@ def test_end_ids_that_are_all_the_grammar_leaves_do_not_end_before_the_minimum(r
             behind += depth > 0
             if depth + 2 >= least:
                 break
-            assert one.commit(token) is Place.OPEN
+            assert commit(one, token) is Place.OPEN
     assert behind > 4, "no draft behind an end id was accepted"
 
 
@@ -299,9 +319,9 @@ def test_the_texts_end_is_not_drawn_before_the_minimum() -> None:
     """Even where the text may end and its other continuations are end ids as well."""
     one = Constraint(Counting(0, 12), [EOS, *range(9, VOCAB)], VOCAB, 2)
     assert not one.allows(EOS)
-    one.commit(listed(one.words)[0])
+    commit(one, listed(one.words)[0])
     assert not one.allows(EOS)
-    one.commit(listed(one.words)[0])
+    commit(one, listed(one.words)[0])
     assert one.allows(EOS)
 
 

@@ -14,9 +14,10 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from fake_grammar import listed
+from fake_grammar import commit, listed
 from grammars import EBNF, REGEXES, SCHEMAS
 from tiny import END_OF_TEXT, IM_END, IM_START, make_tokenizer
+from tokenizers import Tokenizer
 
 from sgl_spec import LLM
 from sgl_spec.engine.ebnf import to_lark
@@ -29,7 +30,7 @@ from sgl_spec.engine.grammar import (
 from sgl_spec.engine.grammar_jobs import GrammarJobs
 from sgl_spec.errors import InvalidRequestError
 from sgl_spec.request import MAX_GRAMMAR_CHARS, Grammar
-from sgl_spec.speculative.grammar import Automaton, Constraint, Place, mask_tree
+from sgl_spec.speculative.grammar import Automaton, Constraint, Place, mask_tree, tree_masks
 from sgl_spec.speculative.tree import TokenTree
 from sgl_spec.text import token_bytes
 
@@ -60,7 +61,7 @@ def walked(one: Constraint, rng: random.Random, most: int) -> list[int]:
         ids.append(token)
         if token == IM_END:
             break
-        one.commit(token)
+        commit(one, token)
     return ids
 
 
@@ -153,6 +154,67 @@ def test_masks_of_a_tree_are_those_of_stepping_from_the_beginning(
         assert walked(again, random.Random(7), 40) == after, "the walk changed the matcher"
 
 
+def without_specials() -> Tokenizer:
+    """The same ids; all of them are text."""
+    told = json.loads(TOKENIZER.to_str())
+    return Tokenizer.from_str(json.dumps(told | {"added_tokens": []}))
+
+
+LETTERS = [spell("e")[0], spell("1")[0]]
+ENDS: dict[str, tuple[Tokenizer, int, list[int]]] = {
+    "special": (TOKENIZER, VOCAB, [IM_END, END_OF_TEXT]),
+    "letters": (TOKENIZER, VOCAB, LETTERS),
+    "both": (TOKENIZER, VOCAB, [IM_END, *LETTERS]),
+    "none": (TOKENIZER, VOCAB, []),
+    "no id that is no text": (without_specials(), VOCAB, LETTERS),
+    "a free id": (without_specials(), VOCAB + 5, LETTERS),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_masks_along_branches_are_those_of_single_steps(name: str) -> None:
+    """In one call for four requests, whatever the ids that end a text also spell."""
+    tokenizer, vocab, ends = ENDS[name]
+    make, rng, seen = make_compiler(tokenizer, vocab, ends), random.Random(4), 0
+    for grammar in (Grammar("regex", "[a-e1]{4,7}", ""), Grammar("regex", "[^~]*", ""), ALL[0]):
+        starts: list[list[int]] = []
+        for length in range(4):
+            one = Constraint(make(grammar), ends, vocab)
+            starts.append([])
+            while len(starts[-1]) < length:
+                starts[-1].append(rng.choice(legal_bytes(one)))
+                one.take(starts[-1][-1:])
+        batch = [single_steps(make(grammar), ends, vocab, start) for start in starts]
+        ids, parents = np.zeros((4, 10), np.int64), np.full((4, 10), -1)
+        paths: dict[tuple[int, int], list[int]] = {(i, 0): [] for i in range(4)}
+        for i, node in itertools.product(range(4), range(1, 10)):
+            parents[i, node] = rng.choice([0, max(0, node - 1), rng.randrange(node)])
+            above = paths[i, int(parents[i, node])]
+            fresh = single_steps(make(grammar), ends, vocab, [*starts[i], *above])
+            given = listed(fresh.words, vocab) if fresh.place is Place.OPEN else []
+            ids[i, node] = rng.choice(given if given and rng.random() < 0.8 else range(vocab))
+            paths[i, node] = [*above, int(ids[i, node])]
+        found = tree_masks(ids, parents, np.array([10, 1, 7, 10]), batch)
+        for i, node in np.argwhere(found.row_of >= 0).tolist():
+            fresh = single_steps(make(grammar), ends, vocab, [*starts[i], *paths[i, node]])
+            assert np.array_equal(found.words[found.row_of[i, node]], fresh.words)
+            assert max(listed(fresh.words, 32 * len(fresh.words))) < vocab
+            seen += node > 0
+    assert seen > 30
+
+
+def legal_bytes(one: Constraint) -> list[int]:
+    """Tokens of one byte that may follow and end nothing."""
+    return [t for t in listed(one.words, VOCAB) if t > 2 and len(token_bytes(TOKENIZER, t)) == 1]
+
+
+def single_steps(automaton: Automaton, ends: list[int], vocab: int, ids: list[int]) -> Constraint:
+    one = Constraint(automaton, ends, vocab)
+    for token in ids:
+        one.take([token])
+    return one
+
+
 def some_tree(
     one: Constraint, automaton: Automaton, start: list[int], rng: random.Random
 ) -> TokenTree:
@@ -173,7 +235,7 @@ def stepped(automaton: Automaton, ids: list[int]) -> Constraint | None:
     """A constraint that took `ids` one by one; None where they leave the grammar."""
     one = Constraint(automaton, [IM_END], VOCAB)
     for token in ids:
-        if one.place is not Place.OPEN or one.commit(token) is Place.BROKEN:
+        if one.place is not Place.OPEN or commit(one, token) is Place.BROKEN:
             return None
     return one
 
@@ -199,11 +261,11 @@ def test_blanks_in_json_are_bounded(compile: Compile) -> None:
     one = constraint(compile, Grammar("json_schema", '{"type": "array"}', "json_schema"))
     blanks = [t for t in range(3, VOCAB) if token_bytes(TOKENIZER, t).strip() == b""]
     for token in spell("["):
-        one.commit(token)
+        commit(one, token)
     taken = 0
     while allowed := set(listed(one.words, VOCAB)) & set(blanks):
         taken += len(token_bytes(TOKENIZER, min(allowed)))
-        one.commit(min(allowed))
+        commit(one, min(allowed))
     assert 1 <= taken <= 33
 
 
@@ -258,10 +320,10 @@ def test_what_ends_the_text_may_be_drawn_only_where_it_may_end(compile: Compile)
     one = constraint(compile, Grammar("regex", "[0-9]{2,3}", "regex"))
     for digit, may_end in (("1", False), ("2", True)):
         assert IM_END not in listed(one.words, VOCAB)
-        assert one.commit(spell(digit)[0]) is Place.OPEN
+        assert commit(one, spell(digit)[0]) is Place.OPEN
         assert (IM_END in listed(one.words, VOCAB)) == may_end
         one.words[IM_END >> 5] &= ~np.int32(1 << IM_END)
-    assert one.commit(spell("3")[0]) is Place.ENDED
+    assert commit(one, spell("3")[0]) is Place.ENDED
     ignoring = Constraint(compile(Grammar("regex", "a{0,2}", "regex")), [], VOCAB)
     assert IM_END not in listed(ignoring.words, VOCAB), "with ignore_eos nothing ends it early"
 
