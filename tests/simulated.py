@@ -24,7 +24,9 @@ SHAPES = ((3, 1, 4), (5, 4, 8), (7, 4, 32))
 # Of a round without drafts and of one of each shape, ms, as on an H200 (docs/measured.md).
 SHAPES_MS = {
     1: (4.13, 4.47, 4.5, 6.05),
+    4: (4.31, 5.5, 5.9, 8.0),
     8: (4.68, 6.5, 7.3, 10.9),
+    16: (4.95, 7.3, 9.4, 17.5),
     48: (6.5, 11.2, 16.6, 45.0),
     96: (8.8, 18.5, 29.1, 90.0),
 }
@@ -66,54 +68,72 @@ def level_chance(shape: tuple[int, int, int], chance: float) -> float:
     return chance ** (width**-0.5)
 
 
-def expected_gain(option: int, chance: float) -> float:
-    if not option:
-        return 0.0
-    shape = SHAPES[option - 1]
-    return float(np.cumprod(np.full(shape[0], level_chance(shape, chance))).sum())
+def chances_of(chance: float) -> tuple[float, ...]:
+    """Of the levels of each shape."""
+    return tuple(level_chance(shape, chance) for shape in SHAPES)
+
+
+def expected_gain(steps: int, chance: float) -> float:
+    return float(np.cumprod(np.full(steps, chance)).sum())
 
 
 @dataclass
 class ShapedServer:
-    """A draft model on a device that has a few shapes. chance: that a chain's token is right."""
+    """A draft model on a device that has a few shapes, of which the next round is chosen before the
+    last is known. chances: that a level of each shape holds the next token; what a shape holds, a
+    larger one holds too. idle: times without requests over real ones, by option."""
 
     size: int
-    chance: float
+    chances: tuple[float, ...]
     clock: Clock
     controller: Controller = field(
         default_factory=lambda: Controller((0.0, *(guessed_gain(*shape) for shape in SHAPES)))
     )
+    idle: tuple[float, ...] = (0.95, 0.95, 0.95, 0.95)
 
     def __post_init__(self) -> None:
         for option, ms in enumerate(self.times):
-            self.controller.know(Load(self.size), option, 0.95 * ms)
+            self.controller.know(Load(self.size), option, self.idle[option] * ms)
+        self._late: list[Callable[[], None]] = []
 
     @property
     def times(self) -> tuple[float, ...]:
         return SHAPES_MS[self.size]
 
+    def gain(self, option: int) -> float:
+        """Expected, of a request."""
+        return expected_gain(SHAPES[option - 1][0], self.chances[option - 1]) if option else 0.0
+
     @property
     def fixed(self) -> list[float]:
         """Tokens per millisecond of each option, if it alone is run."""
-        return [
-            self.size * (1 + expected_gain(option, self.chance)) / ms
-            for option, ms in enumerate(self.times)
-        ]
+        return [self.size * (1 + self.gain(o)) / ms for o, ms in enumerate(self.times)]
 
     def step(self) -> None:
         decision = self.controller.choose(Load(self.size), range(len(self.times)))
-        option, given = decision.option, self.size
-        if option:
-            shape = SHAPES[option - 1]
-            right = self.clock.rng.random((self.size, shape[0])) < level_chance(shape, self.chance)
-            given += int(right.cumprod(1).sum())
-        worth = self.size * (1 + expected_gain(option, self.chance))
-        ms = self.clock.passed(self.times[option], worth)
-        self.controller.note(decision, self.size, given, ms)
+        option, given = decision.option, [self.size]
+        where = self.clock.rng.random((self.size, SHAPES[-1][0]))
+        for (steps, _, _), chance in list(zip(SHAPES, self.chances, strict=True))[:option]:
+            given.append(self.size + int((where[:, :steps] < chance).cumprod(1).sum()))
+        ms = self.clock.passed(self.times[option], self.size * (1 + self.gain(option)))
+        self._late.append(
+            lambda: self.controller.note(
+                decision, self.size, given[-1], ms, dict(enumerate(given[:-1]))
+            )
+        )
+        if len(self._late) > 1:
+            self._late.pop(0)()
 
     def run(self, ms: float) -> float:
         """Tokens over those of the best fixed option."""
         return self.clock.rate(self.step, ms) / max(self.fixed)
+
+    def answer(self, prompts: int) -> float:
+        """The same while so many prompts are answered with 256 tokens each."""
+        start, end = self.clock.ms, self.clock.tokens + 256 * prompts
+        while self.clock.tokens < end:
+            self.step()
+        return 256 * prompts / (self.clock.ms - start) / max(self.fixed)
 
 
 @dataclass(frozen=True)

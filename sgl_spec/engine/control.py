@@ -8,10 +8,14 @@ millisecond at the present load, by what rounds really took and really brought:
 
 The gain is the drafted tokens that a request keeps per round. Acceptance changes with the texts all
 the time, and for all options at once, so a gain has two factors: the present *level*, known from
-the option that runs, and the option's *share* of it, known from trials beside it. A source that
-scores its drafts gives the first factor itself (`expected`). Other options are tried from a fixed
-share of the time: a trial is charged what it lost, and the next one waits until that is paid for.
-So a server loses no more than this share, and a trial that loses little is repeated often.
+the option that runs, and the option's *share* of it. A round also tells what smaller trees, which
+lie within its own, would have gained; larger ones are known from trials. A source that scores its
+drafts gives the first factor itself (`expected`). Other options are tried from a fixed share of the
+time: a trial is charged what it lost, and the next one waits until that is paid for. So a server
+loses no more than this share, and a trial that loses little is repeated often.
+
+What was learned of texts holds at every load, and so does by how much rounds of an option take
+longer than was thought: a load that never ran begins with both.
 
 No device and no clock: times come from the caller, in any unit that is the same within a load.
 """
@@ -19,7 +23,7 @@ No device and no clock: times come from the caller, in any unit that is the same
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 SHARE = 1 / 128  # of the time, to be lost by trials
@@ -28,7 +32,8 @@ LEVEL = 96.0  # request rounds that the present level is an average of
 MOST_REQUESTS = 24.0  # that count in one round, so that a level outlives a few rounds
 FRESH = 8.0  # request rounds that a level counts for once nothing was drafted for a while
 TRIALS = 256.0  # request rounds that a share is an average of
-PRIOR = 48.0  # request rounds that a first guess counts for
+PRIOR = 16.0  # request rounds that a first guess counts for
+SEEN = 4.0  # times its loss, that the trial of an option is charged whose gain is seen anyway
 ROUNDS = 16.0  # that a time is an average of
 STALE = 12.0  # rounds that a time counts for once its option did not run for a while
 KNOWN = 3.0  # rounds that a time is the average of before it is believed
@@ -52,15 +57,17 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Decision:
     """How a round is run. base: the gain that was expected of it before its share. trial: whether
-    another option leads, at a rate of `best`. level: whether the round tells the present level: of
-    the options that draft, its own is the best."""
+    another option leads, at a rate of `best`. level: the option whose gain tells the present level:
+    the best of those that draft; 0 where a source has scores. charged: what a trial is expected to
+    lose, ms."""
 
     load: Load
     option: int
     base: float
     trial: bool = False
-    level: bool = False
+    level: int = 0
     best: float = 0.0
+    charged: float = 0.0
 
 
 @dataclass(slots=True)
@@ -109,38 +116,50 @@ class _Texts:
     def __init__(self, guesses: Sequence[float]) -> None:
         self.level = Average(LEVEL, 1.0, FRESH)
         self.shares = [_Share.guessed(guess) for guess in guesses]
+        self.seen = False
 
     def gain(self, option: int, base: float) -> float:
         """Drafted tokens that a request keeps."""
         return base * self.shares[option].value if option else 0.0
 
-    def learn(self, decision: Decision, gain: float, requests: float) -> None:
-        """What a round gained."""
+    def learn(self, decision: Decision, gains: Mapping[int, float], requests: float) -> None:
+        """What a round gained, and would have with smaller options, by option that drafts."""
+        base = decision.base
         if not decision.option:
             self.level.fade(FRESH)
-        elif decision.level:
-            self.level.add(gain / max(self.shares[decision.option].value, 1e-3), requests)
-        else:
-            self.shares[decision.option].add(gain, decision.base, requests)
+        if decision.level in gains:
+            base = gains[decision.level] / max(self.shares[decision.level].value, 1e-3)
+            self.level.add(base, requests)
+        self.seen = self.seen or len(gains) > 1
+        for option, gain in gains.items():
+            if option != decision.level:
+                self.shares[option].add(gain, base, requests)
 
 
 @dataclass(slots=True)
 class _Account:
-    """Of one load. ms, recent, rounds: by option. A time counts as the median of the recent ones,
-    so that one busy moment of the machine moves nothing. lead: the option that is run unless
+    """Of one load. ms, thought, recent, rounds: by option. A time counts as the median of recent
+    ones, so that one busy moment of the machine moves nothing. thought: before a round ran, 0.0
+    where nothing was. lead: the option that is run unless
     another one is tried; None before the first round. trials: by option, lately. debt: what trials
     lost and nothing has paid for, ms."""
 
     ms: list[Average]
+    thought: list[float]
     recent: list[deque[float]]
     rounds: list[int]
     trials: list[float]
     lead: int | None = None
     debt: float = 0.0
 
-    def take(self, option: int, ms: float) -> float:
-        """A round took so long. Returns what counts of it."""
+    def time(self, option: int, longer: float) -> float:
+        """Milliseconds of a round. longer: than was thought, if none has run here."""
+        return self.ms[option].value * (1.0 if self.rounds[option] else longer)
+
+    def take(self, option: int, ms: float, longer: float) -> float:
+        """A round took so long. Returns what counts of it. longer: see `time`."""
         time, recent = self.ms[option], self.recent[option]
+        time.value = self.time(option, longer)
         recent.append(ms)
         counted = sorted(recent)[(len(recent) - 1) // 2]
         if time.weight:
@@ -153,13 +172,13 @@ class _Account:
             other.fade(STALE)
         return counted
 
-    def next_trial(self, rates: dict[int, float]) -> int:
+    def next_trial(self, rates: dict[int, float], times: dict[int, float]) -> int:
         """Which option to try: one that loses half as much is tried twice as often, and one that
-        loses rounds only if all do. rates: of the
-        options that do not lead, over that of the one that does."""
-        losses = {each: _loss(rate) * self.ms[each].value for each, rate in rates.items()}
+        loses rounds only if all do. rates: of the options that do not lead, over that of the one
+        that does. times: of all."""
+        losses = {each: _loss(rate) * times[each] for each, rate in rates.items()}
         tried = min(losses, key=lambda each: losses[each] * (self.trials[each] + 0.5))
-        most = MOST_LOSS * self.ms[self.lead or 0].value
+        most = MOST_LOSS * times[self.lead or 0]
         if losses[tried] > most:
             tried = min(losses, key=losses.__getitem__)
         self.trials = [count * (1 - 1 / 16) for count in self.trials]
@@ -174,13 +193,15 @@ class Controller:
         self._guesses = tuple(guesses)
         self._accounts: dict[Load, _Account] = {}
         self._texts: dict[Hashable, _Texts] = {}
+        self._longer = [Average(ROUNDS) for _ in self._guesses]  # real times over thought ones
         self._present: _Account | None = None
 
     def know(self, load: Load, option: int, ms: float) -> None:
         """A round is thought to take so long, until one has run."""
-        known = self._account(load).ms[option]
-        if not known.weight:
-            known.add(ms, KNOWN)
+        account = self._account(load)
+        if not account.ms[option].weight:
+            account.ms[option].add(ms, KNOWN)
+            account.thought[option] = ms
 
     def choose(
         self, load: Load, options: Sequence[int], expected: Sequence[float] | None = None
@@ -194,28 +215,44 @@ class Controller:
         for option in options:
             if account.ms[option].weight < KNOWN:  # it must run to be known
                 return Decision(load, option, bases[option])
-        rates = {
-            each: (1 + texts.gain(each, bases[each])) / account.ms[each].value for each in options
-        }
+        times = {each: account.time(each, self._factor(each)) for each in options}
+        rates = {each: (1 + texts.gain(each, bases[each])) / times[each] for each in options}
         option = lead = _lead(account, rates)
         others = {each: rate / rates[lead] for each, rate in rates.items() if each != lead}
         drafting = lead or max(others, key=others.__getitem__, default=0)
         if account.debt <= 0 and others:
             # While nothing drafts the level is the question, and one option answers it.
-            option = account.next_trial(others) if lead else drafting
-        level = option == drafting and expected is None
-        return Decision(load, option, bases[option], option != lead, level, rates[lead])
+            option = account.next_trial(others, times) if lead else drafting
+        level, charged = drafting if expected is None else 0, 0.0
+        if option != lead:  # the next round is chosen before this one is known
+            charged = _loss(others[option]) * times[option]
+            account.debt += charged
+        return Decision(load, option, bases[option], option != lead, level, rates[lead], charged)
 
-    def note(self, decision: Decision, requests: int, tokens: float, ms: float) -> None:
-        """A round of so many requests brought them `tokens` in all, in `ms`."""
+    def note(
+        self,
+        decision: Decision,
+        requests: int,
+        tokens: float,
+        ms: float,
+        smaller: Mapping[int, float] | None = None,
+    ) -> None:
+        """A round of so many requests brought them `tokens` in all, in `ms`. smaller: what other
+        options that draft would have brought, as far as the round shows that."""
         account, texts = self._account(decision.load), self._texts_of(decision.load)
-        counted = account.take(decision.option, ms)
-        gain, weight = tokens / requests - 1, min(float(requests), MOST_REQUESTS)
-        texts.learn(decision, gain, weight)
+        option, thought = decision.option, account.thought[decision.option]
+        counted = account.take(option, ms, self._factor(option))
+        if thought:
+            self._longer[option].add(counted / thought)
+        brought = {**(smaller or {}), option: tokens}
+        gains = {each: brought[each] / requests - 1 for each in brought if each}
+        texts.learn(decision, gains, min(float(requests), MOST_REQUESTS))
         if decision.trial:
             time = account.ms[decision.option].value
             rate = (1 + texts.gain(decision.option, decision.base)) / time
-            account.debt += counted * _loss(rate / decision.best)
+            seen = texts.seen and 0 < option < (account.lead or 0)
+            lost = counted * _loss(rate / decision.best) * (SEEN if seen else 1.0)
+            account.debt += lost - decision.charged
         else:
             account.debt = max(0.0, account.debt - SHARE * counted)
 
@@ -246,11 +283,20 @@ class Controller:
             figures |= {f"option_{option}_rounds": float(count), f"option_{option}_ms": time.value}
         return figures
 
+    def _factor(self, option: int) -> float:
+        """By how much rounds of an option take longer than was thought; those of any, if none of
+        its own has run."""
+        known = [each.value for each in self._longer if each.weight]
+        own = self._longer[option]
+        return own.value if own.weight else sum(known) / len(known) if known else 1.0
+
     def _account(self, load: Load) -> _Account:
         if load not in self._accounts:
-            times = [Average(ROUNDS) for _ in self._guesses]
-            recent = [deque[float](maxlen=RECENT) for _ in times]
-            self._accounts[load] = _Account(times, recent, [0] * len(times), [0.0] * len(times))
+            count = len(self._guesses)
+            times = [Average(ROUNDS) for _ in range(count)]
+            recent = [deque[float](maxlen=RECENT) for _ in range(count)]
+            zeros = [0.0] * count
+            self._accounts[load] = _Account(times, zeros, recent, [0] * count, zeros[:])
         return self._accounts[load]
 
     def _texts_of(self, load: Load) -> _Texts:

@@ -16,7 +16,8 @@ from sgl_spec.engine.batch import DecodeBatch
 from sgl_spec.engine.cuda import model_rounds
 from sgl_spec.engine.cuda.graphs import Rounds
 from sgl_spec.engine.cuda.model_rounds import ModelRounds, tree_shapes
-from sgl_spec.engine.cuda.round import RoundKind
+from sgl_spec.engine.cuda.model_trees import GrownTrees, kept_by
+from sgl_spec.engine.cuda.round import Round, RoundKind
 from sgl_spec.speculative.model_drafter import TreeShape
 
 SIZES = (1, 8, 48)
@@ -41,6 +42,14 @@ def test_the_flags_bound_every_shape(
     assert [(s.steps, s.topk, s.draft_tokens) for s in found] == shapes
 
 
+class Key(tuple[Any, ...]):
+    """A round that is its own key and tells nothing."""
+
+    program = object.__new__(Round)
+    program.source = object.__new__(GrownTrees)
+    program.source.facts = None
+
+
 class Made(Rounds):
     """Rounds that are their own keys."""
 
@@ -49,7 +58,7 @@ class Made(Rounds):
         self.sizes = sizes
 
     def get(self, key: Any, make: Any, batch: int | None = None) -> Any:
-        return self._made.setdefault(key, key)
+        return self._made.setdefault(key, Key(key))
 
 
 def rounds(monkeypatch: pytest.MonkeyPatch, *, weighs: bool = True) -> ModelRounds:
@@ -81,7 +90,11 @@ def run(source: ModelRounds, size: int, gains: tuple[float, ...], count: int) ->
         options.append(option)
         ms = SHAPES_MS[size][option]
         launched = SimpleNamespace(
-            planned=planned, size=size, proposed=[], watch=SimpleNamespace(ms=lambda ms=ms: ms)
+            planned=planned,
+            size=size,
+            proposed=[],
+            facts=None,
+            watch=SimpleNamespace(ms=lambda ms=ms: ms),
         )
         given = np.full((size, 1), 1 + gains[option])
         source.collected(cast(Any, launched), np.zeros(size), cast(Any, given))
@@ -122,7 +135,9 @@ def test_a_kind_runs_what_is_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None
         assert planned.decision.option in (0, 2)
     for make in source.every_round(sampled):
         make()
-    assert len({source.plan(batch(8), sampled, behind=True).decision for _ in range(9)}) > 1
+    planned = source.plan(batch(8), sampled, behind=True)
+    assert planned.decision is not None
+    assert planned.decision.option == 3
 
 
 def test_a_request_without_drafts_and_a_server_that_weighs_nothing(
@@ -139,3 +154,26 @@ def test_a_request_without_drafts_and_a_server_that_weighs_nothing(
     assert planned.nodes == 32
     assert whole.proposed(batch(48, nodes=5), planned) == [4] * 48
     assert whole.stats() == {}
+
+
+def test_what_smaller_shapes_would_have_brought() -> None:
+    """A root with children 1 (0.6) and 2 (0.3), of which 2 has 3 (0.25), and 1 has 4 (0.2), 5 (0.4)
+    and 5 has 6 (0.1)."""
+    parents, depths = [-1, 0, 0, 2, 1, 1, 5, 0], [0, 1, 1, 2, 2, 2, 3, 0]
+    scores = [1.0, 0.6, 0.3, 0.25, 0.2, 0.4, 0.1, 0.9]  # the last node is none
+
+    def kept(shape: tuple[int, int, int], *path: int) -> int:
+        told = [*path, *[0] * (8 - len(path)), *parents, *depths, *scores]
+        facts = np.array([told, told], np.float32)
+        return kept_by(TreeShape(*shape), facts, np.array([len(path), 1])) - 2
+
+    for path, chain, pair, deep in (
+        ((0, 1, 5, 6), 3, 2, 2),
+        ((0, 1, 4), 1, 1, 1),
+        ((0, 2, 3), 0, 1, 2),
+        ((0,), 0, 0, 0),
+    ):
+        assert kept((3, 1, 4), *path) == chain
+        assert kept((2, 1, 3), *path) == min(chain, 2)
+        assert kept((3, 2, 4), *path) == pair, "nodes 1, 5 and 2"
+        assert kept((2, 4, 5), *path) == deep, "and 3"

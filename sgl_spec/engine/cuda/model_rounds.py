@@ -14,7 +14,7 @@ import torch
 from sgl_spec.engine.batch import DecodeBatch, IntArray
 from sgl_spec.engine.control import Controller, Decision, Load, guessed_gain
 from sgl_spec.engine.cuda.graphs import Replayed, Rounds
-from sgl_spec.engine.cuda.model_trees import GrownTrees
+from sgl_spec.engine.cuda.model_trees import GrownTrees, kept_by
 from sgl_spec.engine.cuda.round import DraftParts, Parts, Requests, Round, RoundKind
 from sgl_spec.engine.cuda.running import Planned, RunningRound
 from sgl_spec.engine.cuda.sources import RoundSource
@@ -85,8 +85,14 @@ class ModelRounds(RoundSource):
             decision = self._decide(size, kind.unseen)
             option = self.options(size)[-1] if decision is None else decision.option
         replayed = self.round_of(size, kind, option)
+        facts = None
+        if decision is not None and self._told(kind, option):
+            assert isinstance(replayed.program, Round)
+            assert isinstance(replayed.program.source, GrownTrees)
+            facts = replayed.program.source.facts
         return Planned(
             replayed,
+            facts=None if facts is None else facts[: len(batch.rows)],
             nodes=self.shapes[option - 1].draft_tokens if option else 1,
             decision=decision,
             timed=self.controller is not None,
@@ -120,10 +126,15 @@ class ModelRounds(RoundSource):
             return self.plain(size, replace(kind, forced=False))
 
         def trees(parts: Parts, requests: Requests) -> GrownTrees:
-            return GrownTrees(parts, requests, self.shapes[option - 1])
+            shape, told = self.shapes[option - 1], self._told(kind, option)
+            return GrownTrees(parts, requests, shape, told=told)
 
         key = self._key(size, kind, option)
         return self.rounds.get(key, lambda: Round(self.parts, size, kind, trees), size)
+
+    def _told(self, kind: RoundKind, option: int) -> bool:
+        """Whether a round tells what smaller shapes would have brought."""
+        return self.controller is not None and option > 1 and not kind.forced
 
     def proposed(self, batch: DecodeBatch, planned: Planned) -> list[int]:
         """See `RoundSource`: as many as the trees may have."""
@@ -134,8 +145,13 @@ class ModelRounds(RoundSource):
         """See `RoundSource`."""
         decision = launched.planned.decision
         if self.controller is not None and decision is not None and launched.watch is not None:
-            tokens = int(given[:, 0].sum())
-            self.controller.note(decision, launched.size, tokens, launched.watch.ms())
+            counts, smaller = given[: launched.size, 0], {}
+            if launched.facts is not None:
+                facts = launched.facts.wait().numpy()
+                shapes = enumerate(self.shapes[: decision.option - 1], 1)
+                smaller = {option: kept_by(shape, facts, counts) for option, shape in shapes}
+            ms = launched.watch.ms()
+            self.controller.note(decision, launched.size, int(counts.sum()), ms, smaller)
         return launched.proposed
 
     def flush(self) -> None:

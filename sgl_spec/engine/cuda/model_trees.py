@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -112,7 +114,10 @@ class GrownTrees:
     penalty of 0.3 leaves the accept length as it is (3.05, trees of 8), one of 1.0 takes 5 % of it.
     """
 
-    def __init__(self, parts: Parts, requests: Requests, shape: TreeShape) -> None:
+    def __init__(
+        self, parts: Parts, requests: Requests, shape: TreeShape, *, told: bool = False
+    ) -> None:
+        """told: whether the host wants to know where the accepted nodes stood, `facts`."""
         draft, batch, device = parts.draft, len(requests.rows), parts.table.device
         assert draft is not None
         self.parts, self.requests, self.shape = parts, requests, shape
@@ -123,6 +128,7 @@ class GrownTrees:
         self.scores: Tensor = self.tree.scores
         self.starts = even_starts(batch, self.nodes, device)
         self.offsets = self.starts[:-1]
+        self.facts = torch.zeros(batch, 4 * self.nodes, device=device) if told else None
         self._growth = Growth(parts, draft, requests, shape)
 
     def load(self, rows: IntArray, tree: ArrayTree | None) -> None:
@@ -157,3 +163,29 @@ class GrownTrees:
 
     def learn(self, walked: Walked) -> None:
         """See `round.TreeSource`."""
+        if self.facts is not None:
+            tree = self.tree
+            told = (walked.path, tree.parents, tree.depths, tree.scores)
+            torch.cat(told, dim=1, out=self.facts)
+
+
+def kept_by(shape: TreeShape, facts: npt.NDArray[np.float32], counts: IntArray) -> int:
+    """Tokens that a round would have brought with trees of a smaller shape. facts: [B, 4 N], see
+    `GrownTrees`. counts: [B], tokens that it brought each request.
+
+    A smaller tree has the best nodes down to its depth, which are among those of the larger one; a
+    chain has the best child of each of its nodes.
+    """
+    path, parents, depths = (each.astype(np.int64) for each in np.split(facts, 4, axis=1)[:3])
+    eligible = (depths > 0) & (depths <= min(shape.steps, shape.draft_tokens - 1))
+    scores = np.where(eligible, facts[:, -path.shape[1] :], -np.inf)
+    ranks = np.argsort(np.argsort(-scores, axis=1, kind="stable"), axis=1)
+    every = np.arange(len(path))[:, None]
+    if shape.topk == 1:
+        best = np.full_like(ranks, ranks.shape[1])
+        np.minimum.at(best, (every, np.where(eligible, parents, 0)), ranks)
+        held = eligible & (ranks == best[every, parents])
+    else:
+        held = eligible & (ranks < shape.draft_tokens - 1)
+    accepted = np.arange(1, path.shape[1]) < counts[:, None]
+    return len(path) + int((held[every, path[:, 1:]] & accepted).cumprod(axis=1).sum())

@@ -25,8 +25,8 @@ class Planned:
     """A round to be launched, by the source of its drafts. draft: what a drafter on the host is to
     be told of, with the tree that it made, if it did. timed: whether the source wants to know how
     long it takes. decision: of the controller, which is told what came of it. nodes: most of a tree
-    that the device grows. facts: [size, N] of n-grams, which the round leaves for the host, see
-    `ngram_ref.NgramDrafts`."""
+    that the device grows. facts: [size, N], what the round leaves for the host, see
+    `ngram_ref.NgramDrafts` and `model_trees.GrownTrees`."""
 
     replayed: Replayed
     draft: DraftBatch | None = None
