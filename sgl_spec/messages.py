@@ -38,9 +38,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Finish what runs (`drain`) or abort it, then end the engine process."""
-
-    drain: bool = True
+    """Abort what runs, then end the engine process."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

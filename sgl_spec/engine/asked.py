@@ -163,6 +163,10 @@ class AskedDrafts:
         """A round brought its requests so many tokens, and took so long in all."""
         self.controller.note(decision, requests, tokens, ms / self._unit(requests))
 
+    def stats(self) -> dict[str, float]:
+        """See `Controller.stats`."""
+        return self.controller.stats(self._unit(self._requests)) if self._load.size else {}
+
     def clear(self) -> None:
         """Forget what was learned of texts."""
         self.controller.clear()

@@ -270,9 +270,10 @@ class Controller:
         for account in self._accounts.values():
             account.lead, account.debt = None, 0.0
 
-    def stats(self) -> dict[str, float]:
+    def stats(self, unit_ms: float = 1.0) -> dict[str, float]:
         """draft_option: what leads at the present load, 0 for no drafts. option_{i}_rounds,
-        option_{i}_ms: how often each ran at any load, and what it takes at the present one."""
+        option_{i}_ms: how often each ran at any load, and what it takes at the present one.
+        unit_ms: of the times that rounds were noted with."""
         if self._present is None:
             return {}
         rounds = [
@@ -280,7 +281,8 @@ class Controller:
         ]
         figures = {"draft_option": float(self._present.lead or 0)}
         for option, (count, time) in enumerate(zip(rounds, self._present.ms, strict=True)):
-            figures |= {f"option_{option}_rounds": float(count), f"option_{option}_ms": time.value}
+            figures[f"option_{option}_rounds"] = float(count)
+            figures[f"option_{option}_ms"] = time.value * unit_ms
         return figures
 
     def _factor(self, option: int) -> float:

@@ -58,13 +58,12 @@ class PrefixMatch:
 class InsertResult:
     """What became of an insertion of n tokens.
 
-    already: leading tokens that were cached before. slots: [n] int64, the tree's slots for all n
-    tokens; the caller's table row must name these from now on. duplicates: the caller's own slots
-    among the first `already` that the tree did not take; they are still the caller's, to be freed.
+    slots: [n] int64, the tree's slots for all n tokens; the caller's table row must name these from
+    now on. duplicates: the caller's own slots that the tree did not take, since their tokens were
+    cached before; they are still the caller's, to be freed.
     `node` stands for the n tokens; lock it (before unlocking an earlier one) to keep them.
     """
 
-    already: int
     node: Node
     slots: IntArray
     duplicates: IntArray
@@ -97,11 +96,6 @@ class PrefixCache:
         return self._cached
 
     @property
-    def locked_tokens(self) -> int:
-        """Tokens on a path that someone holds."""
-        return self._locked
-
-    @property
     def evictable_tokens(self) -> int:
         """Tokens that `evict` can free now: locks are monotone, so all unlocked ones."""
         return self._cached - self._locked
@@ -131,7 +125,7 @@ class PrefixCache:
         if already < len(key):
             node = self._add_leaf(node, key[already:], own[already:])
         duplicates = own[:already][own[:already] != hit.slots]
-        return InsertResult(already, node, np.concatenate([hit.slots, own[already:]]), duplicates)
+        return InsertResult(node, np.concatenate([hit.slots, own[already:]]), duplicates)
 
     def lock(self, node: Node) -> None:
         """Hold the prefix that `node` stands for: it cannot be evicted until as many `unlock`s."""

@@ -128,10 +128,9 @@ class EngineLoop:
                 self.engine.abort(rid)
             case Control():
                 self._send(self._control(message))
-            case Shutdown(drain):
+            case Shutdown():
                 self._ending = True
-                if not drain:
-                    self.engine.abort(None)
+                self.engine.abort(None)
 
     def _control(self, call: Control) -> ControlReply:
         try:

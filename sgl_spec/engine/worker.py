@@ -153,7 +153,7 @@ class Worker:
 
     def drafter_stats(self) -> dict[str, float]:
         """Figures of the drafter, for /server_info and /metrics."""
-        control = {} if self.asked is None else self.asked.controller.stats()
+        control = {} if self.asked is None else self.asked.stats()
         return control if self.drafter is None else control | self.drafter.stats()
 
     def flush(self) -> None:

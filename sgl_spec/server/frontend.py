@@ -368,9 +368,9 @@ class Frontend:
             return False
         return True
 
-    def shut_engine_down(self, *, drain: bool) -> None:
+    def shut_engine_down(self) -> None:
         """Tell the engine to end."""
-        self._send(Shutdown(drain))
+        self._send(Shutdown())
 
     def fail_all(self, message: str) -> None:
         """The engine is dead: end every open request and call with a 503, and refuse new ones."""

@@ -246,7 +246,7 @@ class Server:
         if self._hurry.done():
             await self._engine.stop()
             return 128 + self._hurry.result()
-        self._frontend.shut_engine_down(drain=False)
+        self._frontend.shut_engine_down()
         if await self._engine.wait(self._args.stop_timeout) is None:
             logger.warning("The engine did not end by itself; stopping it.")
             await self._engine.stop()

@@ -36,14 +36,12 @@ class Frontier:
     tokens: [B, K] int64. parents: [B, K] int64, the row of the parent in the expansion before (0,
     the root, for the first frontier). words: [B, K] int64, the ancestors of each node and itself
     over the draft's KV columns: node j of the frontier at depth d owns column (d - 1) * K + j.
-    live: [B, K] bool; the rest are fillers for requests with fewer candidates, never part of a
-    tree. depth: of all these nodes.
+    Fillers for requests with fewer candidates are never part of a tree. depth: of all these nodes.
     """
 
     tokens: Tensor
     parents: Tensor
     words: Tensor
-    live: Tensor
     depth: int
 
 
@@ -137,7 +135,6 @@ class GrownTrees:
             tokens=tokens,
             parents=parents,
             words=words,
-            live=self._scores > -torch.inf,
             depth=self.depth,
         )
 

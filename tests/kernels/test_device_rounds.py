@@ -22,10 +22,13 @@ from taped import tape
 from tiny import MIN_VOCAB, make_tiny
 
 from sgl_spec import LLM
+from sgl_spec.engine.batch import IntArray
 from sgl_spec.engine.control import Decision, Load
 from sgl_spec.engine.cuda import round as round_module
 from sgl_spec.engine.cuda.model_rounds import ModelRounds, tree_shapes
+from sgl_spec.engine.cuda.model_trees import kept_by
 from sgl_spec.engine.cuda.round import KINDS, RoundKind
+from sgl_spec.engine.cuda.running import RunningRound
 from sgl_spec.engine.cuda.worker import DeviceWorker
 from sgl_spec.request import DraftRound
 
@@ -140,6 +143,34 @@ def test_texts_are_the_cpu_engines(
     if kind == "STANDALONE":  # the target drafts for itself
         counters = llm.engine.counters
         assert counters.emitted > counters.verify_ct
+    finished(llm)
+
+
+@INTERPRETED
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_a_round_tells_what_smaller_trees_would_have_brought(
+    taped: Callable[..., LLM],
+    drafts: dict[str, Path],
+    turns: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The target drafts for itself, so a chain would have brought what the tree did."""
+    found: list[tuple[int, int]] = []
+
+    def collected(
+        rounds: ModelRounds, launched: RunningRound, lengths: IntArray, given: IntArray
+    ) -> list[int]:
+        if launched.facts is not None:
+            facts, counts = launched.facts.wait().numpy(), given[: launched.size, 0]
+            found.append((kept_by(rounds.shapes[0], facts, counts), int(counts.sum())))
+        return launched.proposed
+
+    monkeypatch.setattr(ModelRounds, "_told", lambda rounds, kind, option: option > 1)
+    monkeypatch.setattr(ModelRounds, "collected", collected)
+    llm = taped(speculative_verify_whole_trees=True, **options_of("STANDALONE", drafts))
+    texts(llm, [{**GREEDY, "max_new_tokens": 8}] * 3)
+    assert all(kept == brought for kept, brought in found)
+    assert max(brought for _, brought in found) > len(PROMPTS)
     finished(llm)
 
 

@@ -153,7 +153,10 @@ def check_tree(steps: int, topk: int, nodes: int, batch: int) -> None:
         )
         if depth < steps:
             edge = trees.frontier()
-            live, at = edge.live, (depth - 1) * topk + torch.arange(topk, device=DEVICE)
+            live, at = (
+                trees._scores > -torch.inf,
+                (depth - 1) * topk + torch.arange(topk, device=DEVICE),
+            )
             for mine, twin in (
                 (state.tokens, edge.tokens),
                 (state.parents, edge.parents),

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from simulated import SHAPES, SHAPES_MS, AskedServer, Clock, FilledRounds, ShapedServer, chances_of
+from simulated import (
+    ROWS,
+    SHAPES,
+    SHAPES_MS,
+    AskedServer,
+    Clock,
+    FilledRounds,
+    ShapedServer,
+    chances_of,
+)
 
 from sgl_spec.engine.asked import ASK, AskedDrafts, Calibration
 from sgl_spec.engine.control import SHARE, Controller, Load, guessed_gain
@@ -262,9 +271,10 @@ def test_a_level_is_grown_while_its_chance_pays_for_its_forward(
 def test_a_flush_forgets_texts_but_not_times() -> None:
     server = asked(0.5, 0.0)[0]
     server.run(LATER_MS)
-    before = server.asked.controller.stats()["option_0_ms"]
+    before = server.asked.stats()["option_0_ms"]
+    assert before == pytest.approx(ROWS.cost(48) + server.more, rel=0.05), "noted by ratio"
     server.asked.clear()
-    assert server.asked.controller.stats()["option_0_ms"] == before
+    assert server.asked.stats()["option_0_ms"] == before
     assert server.asked.calibration.scaled(
         np.array([[1.0, 0.5]]), np.array([[0, 1]]), np.array([False])
     ).tolist() == [[1.0, 0.5]]

@@ -238,8 +238,8 @@ def test_draining_refuses_the_new_and_waits_for_the_old() -> None:
             link.reply(chunk("a", 1, finish=STOP))
             assert await frontend.drained(1)
             assert [u.ids for u in await ticket.updates()] == [[1]]
-        frontend.shut_engine_down(drain=False)
-        assert link.sent[-1] == Shutdown(drain=False)
+        frontend.shut_engine_down()
+        assert link.sent[-1] == Shutdown()
 
     run(body)
 

@@ -58,7 +58,7 @@ def talk(engine: Engine, monkeypatch: pytest.MonkeyPatch, pause_s: float) -> lis
             if op is not None:
                 threading.Event().wait(pause_s)
                 to.send(encode(Control(call_id=2, op=op, args={})))
-        to.send(encode(Shutdown(drain=False)))
+        to.send(encode(Shutdown()))
         thread.join(10)
         assert not thread.is_alive()
     finally:

@@ -185,4 +185,4 @@ class HostTreeRounds(ShapedRounds):
         lately waited for the trees of a round."""
         if self.asked is None:
             return {}
-        return {"device_wait_ms": self._wait.value} | self.asked.controller.stats()
+        return {"device_wait_ms": self._wait.value} | self.asked.stats()
