@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=24)
     options = parser.parse_args()
 
-    with LLM(options.model_path, speculative_algorithm="NGRAM", tp_size=1) as llm:
+    with LLM(options.model_path, speculative_algorithm="NGRAM", dp_size=1) as llm:
         prompt = "The best thing about the sea is"
         sampling = {"temperature": 0.8, "max_new_tokens": options.max_new_tokens}
         answers = llm.generate(prompt, sampling_params={**sampling, "n": 3})

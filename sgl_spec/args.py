@@ -102,6 +102,7 @@ def automatic_shape(algorithm: str | None, architecture: str) -> TreeShape:
 
 
 _model = functools.partial(option, group="model")
+_parallel = functools.partial(option, group="parallelism")
 _server = functools.partial(option, group="server")
 _scheduler = functools.partial(option, group="scheduler")
 _drafting = functools.partial(option, group="speculation")
@@ -147,6 +148,17 @@ class ServerArgs:
     )
     context_length: int | None = _model(
         None, "Most tokens of prompt and output together.", check=at_least(2), unset="the model's"
+    )
+
+    tp_size: int = _parallel(
+        1,
+        "GPUs (on a CPU: processes) that share the model: each has its part of every layer.",
+        aliases=("--tensor-parallel-size", "--tp"),
+        check=Check("1, 2, 4 or 8", lambda size: size in (1, 2, 4, 8)),
+    )
+    check_ranks: bool = _parallel(
+        False,
+        "With --tp-size: compare what the ranks decided after each step, and end if it differs.",
     )
 
     host: str = _server("127.0.0.1", "Address to listen on.")

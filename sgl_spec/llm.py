@@ -26,7 +26,7 @@ from sgl_spec.args import ServerArgs
 from sgl_spec.engine.engine import Engine
 from sgl_spec.errors import EngineDeadError, InvalidRequestError, SglSpecError, preview
 from sgl_spec.interrupts import Interrupts
-from sgl_spec.messages import OutputChunk
+from sgl_spec.messages import Failed, OutputChunk
 from sgl_spec.options import near
 from sgl_spec.request import (
     SEED_BITS,
@@ -92,8 +92,9 @@ class LLM:
 
     def __init__(self, model_path: str = "smollm2", **flags: Any) -> None:
         args = ServerArgs.from_keywords(model_path=model_path, **flags)
-        self._engine: Engine | None = Engine(args.resolve(registered_drafters()))
         self._failure = ""  # what broke the engine off
+        resolved = args.resolve(registered_drafters())
+        self._engine: Engine | None = Engine.start(resolved, self._on_death)
         self._seeds = random.Random(self.engine.args.random_seed)
         self._serial = itertools.count(1)
         self._lock = threading.RLock()  # a signal's handler may come in the middle of a call
@@ -105,6 +106,10 @@ class LLM:
             lambda: self._step(),
             lambda: self._engine is not None and self._engine.has_work,
         )
+
+    def _on_death(self, failed: Failed) -> None:
+        """The step under way fails as well; what it says is not the reason."""
+        self._failure = failed.message
 
     @property
     def engine(self) -> Engine:
@@ -124,7 +129,12 @@ class LLM:
         twice does nothing. A call in whose middle a signal's handler does it is a `RuntimeError`
         after the step under way."""
         with self._lock:
-            self._engine = None
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
 
     def __enter__(self) -> Self:
         return self
@@ -376,8 +386,13 @@ class LLM:
         try:
             return self.engine.step()
         except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}".removesuffix(": ")
-            self._engine = None
+            said = f"{type(error).__name__}: {error}".removesuffix(": ")
+            assert self._engine is not None
+            elsewhere = self._engine.party.failure()
+            self._failure = elsewhere or said
+            self._let_go()
+            if elsewhere is not None:
+                raise EngineDeadError(f"The engine failed: {elsewhere}") from error
             raise
 
     def _drop(self, requests: Sequence[TokenizedRequest]) -> None:

@@ -2,6 +2,9 @@
 
 API -> engine: `ToEngine`, one message each. Engine -> API: `FromEngine`; the chunks of one step
 travel together in one `Chunks`, so that a step costs the API process one receive.
+
+Rank 0 of several -> the others: `ToRank`, the calls of its engine in their order, and between them
+what it measured. The others -> rank 0: `FromRank`.
 """
 
 from __future__ import annotations
@@ -133,15 +136,58 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     config_error: bool = False
 
 
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """The first message to a rank: which one it is, how many there are, which of its host's GPUs is
+    its own, and where they meet (torch.distributed's init_method)."""
+
+    rank: int
+    size: int
+    local: int
+    meeting: str
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """Run one step of the engine."""
+
+
+class PrepareMore(msgspec.Struct, frozen=True, tag="prepare_more"):
+    """Use a moment without work; see `engine.engine.Engine.prepare_more`."""
+
+
+class Agreed(msgspec.Struct, frozen=True, tag="agreed"):
+    """Plain data that rank 0 measured, in the middle of a call; see `layers.parallel.Ranks`."""
+
+    value: Any
+
+
+class Joined(msgspec.Struct, frozen=True, tag="joined"):
+    """A rank's answer to `Join`. facts: what all ranks must have in common, by name."""
+
+    rank: int
+    facts: dict[str, str]
+
+
+class RankFailed(msgspec.Struct, frozen=True, tag="rank_failed"):
+    """A rank cannot go on; it ends after sending this. config_error: see `Failed`."""
+
+    rank: int
+    message: str
+    config_error: bool = False
+
+
 ToEngine = Submit | Abort | Control | Shutdown
 FromEngine = Ready | Chunks | ControlReply | Failed
+ToRank = Join | Submit | Abort | Control | Shutdown | Step | PrepareMore | Agreed
+FromRank = Joined | RankFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
+_to_rank = msgspec.msgpack.Decoder(ToRank)
+_from_rank = msgspec.msgpack.Decoder(FromRank)
 
 
-def encode(message: ToEngine | FromEngine) -> bytes:
+def encode(message: ToEngine | FromEngine | ToRank | FromRank) -> bytes:
     """Message to msgpack bytes."""
     return _encoder.encode(message)
 
@@ -154,3 +200,13 @@ def decode_to_engine(data: bytes) -> ToEngine:
 def decode_from_engine(data: bytes) -> FromEngine:
     """Bytes to a message from the engine; raises `msgspec.ValidationError` on anything else."""
     return _from_engine.decode(data)
+
+
+def decode_to_rank(data: bytes) -> ToRank:
+    """Bytes to a message for a rank; raises `msgspec.ValidationError` on anything else."""
+    return _to_rank.decode(data)
+
+
+def decode_from_rank(data: bytes) -> FromRank:
+    """Bytes to a message from a rank; raises `msgspec.ValidationError` on anything else."""
+    return _from_rank.decode(data)

@@ -123,7 +123,7 @@ IGNORED = {
 # Refused, but for the values that are written here.
 REFUSED = {
     "the model runs in one engine process; leave it out or set it to 1": """
-        enable-dp-attention! tp-size=1 dp-size=1 pp-size=1 ep-size=1 nnodes=1 attn-cp-size=1
+        enable-dp-attention! dp-size=1 pp-size=1 ep-size=1 nnodes=1 attn-cp-size=1
         moe-dp-size=1 dcp-size=1
     """,
     "the server runs on one host; leave it out or set it to 0": "node-rank=0",
@@ -264,7 +264,6 @@ REFUSED = {
 
 # Other spellings that SGLang has used.
 ALIASES = {
-    "tp_size": ("tensor_parallel_size", "tp"),
     "dp_size": ("data_parallel_size", "dp"),
     "pp_size": ("pipeline_parallel_size", "pp"),
     "ep_size": ("expert_parallel_size", "ep"),

@@ -291,6 +291,8 @@ def without_effect(args: ServerArgs) -> Iterator[str]:
                 yield f"{flag_of(name)} changes nothing without --speculative-algorithm."
     if args.speculative_ngram_index is not None and args.speculative_algorithm == "NGRAM":
         yield "--speculative-ngram-index changes nothing: NGRAM has one, where the target lies."
+    if args.check_ranks and args.tp_size == 1:
+        yield "--check-ranks changes nothing without --tp-size."
     if args.mem_fraction_static is not None and args.max_total_tokens is not None:
         yield "--mem-fraction-static changes nothing beside --max-total-tokens."
     shape, nodes = args.shape, args.speculative_num_draft_tokens

@@ -40,6 +40,7 @@ from sgl_spec.bench.acceptance import (
 from sgl_spec.bench.offline import GROUPS, questions
 from sgl_spec.bench.report import provenance, say, write_row
 from sgl_spec.engine.engine import Engine
+from sgl_spec.engine.ranks import exit_at_once
 from sgl_spec.errors import ConfigError
 from sgl_spec.messages import OutputChunk
 from sgl_spec.request import SamplingParams, TokenizedRequest
@@ -173,7 +174,7 @@ class AcceptBench:
 
     def __init__(self, options: argparse.Namespace, args: ServerArgs) -> None:
         self.options = options
-        self.engine = Engine(args)
+        self.engine = Engine.start(args, exit_at_once)
         self.tokenizer = ServerTokenizer.from_dir(self.engine.tokenizer_dir)
         done = self.engine.args
         parts = (done.speculative_num_steps, done.speculative_eagle_topk, done.tree_nodes)

@@ -20,6 +20,7 @@ from sgl_spec.bench.machine import PartRow, Parts, parts_of, read_bandwidth
 from sgl_spec.bench.offline import bundled, step_bytes
 from sgl_spec.bench.report import provenance, say, table, write_row
 from sgl_spec.engine.engine import Engine
+from sgl_spec.engine.ranks import exit_at_once
 from sgl_spec.errors import ConfigError
 from sgl_spec.request import SamplingParams, TokenizedRequest
 
@@ -34,7 +35,7 @@ class RoundBench:
 
     def __init__(self, options: argparse.Namespace, args: ServerArgs) -> None:
         self.options = options
-        self.engine = Engine(args)
+        self.engine = Engine.start(args, exit_at_once)
         self.device = self.engine.model.device
         self.facts: dict[str, Any] = {
             "args": {k: v for k, v in self.engine.args.public().items() if v is not None},

@@ -48,16 +48,26 @@ class Compiling:
             return []
         assert self._jobs is not None
         self._jobs.poll()
-        return [taken for req in list(self._reqs) if (taken := self._take(req)) is not None]
+        ends = [(place, self._end(req)) for place, req in enumerate(self._reqs)]
+        ended = self._jobs.agree([(place, end) for place, end in ends if end is not None])
+        chosen = [(self._reqs[place], end or None) for place, end in ended]
+        return [self._take(*each) for each in chosen]
 
-    def _take(self, req: Req) -> tuple[Req, str | None] | None:
+    def _end(self, req: Req) -> str | None:
+        """None while a grammar may come, "" where it is there, else why it will not be."""
+        assert req.job is not None
+        assert self._jobs is not None
+        reason = _problem(req.job, self._jobs)
+        return "" if req.job.done and reason is None else reason
+
+    def _take(self, req: Req, reason: str | None) -> tuple[Req, str | None]:
         job, jobs = req.job, self._jobs
         assert job is not None
         assert jobs is not None
-        reason = _problem(job, jobs)
-        if not job.done and reason is None:
-            return None
         if reason is None:
+            while not job.done:  # as it is on rank 0
+                jobs.wait(WAIT_S)
+                jobs.poll()
             req.constraint = jobs.constraint(job, req.stop_ids, req.sampling.min_new_tokens)
             req.phase = Phase.WAITING
         self.remove(req)

@@ -182,10 +182,14 @@ def forward_costs(model: Decoder, kv: KVCache, *, max_requests: int, max_rows: i
     an earlier start of the same model, machine and version."""
     facts = (__version__, torch.__version__, device_name(model.device), torch.get_num_threads())
     forms = (repr(model.config), str(model.dtype), model.backend.name, max_requests, max_rows)
+    measure = partial(measure_forwards, model, kv, max_requests=max_requests, max_rows=max_rows)
+    if model.ranks.size > 1:  # all of them measure or none does, whatever each would find
+        agreed = model.ranks.agree(list(measure().items()))
+        return ForwardCosts.fitted({tuple(shape): ms for shape, ms in agreed})
     measured = measured_once(
         "costs",
         facts + forms,
-        partial(measure_forwards, model, kv, max_requests=max_requests, max_rows=max_rows),
+        measure,
         read=lambda kept: {tuple(shape): float(ms) for shape, ms in kept},
         write=lambda found: list(found.items()),
     )
@@ -204,7 +208,7 @@ def measure_forwards(
     time is up before all are through.
     """
     logger.info("Measuring what a verify costs on this machine, at most %.0f s.", BUDGET_S)
-    slots, start = kv.k.shape[1], time.perf_counter()
+    slots, start = kv.k.shape[1], model.clock()
     shapes = [_split(n) for n in ROW_COUNTS if n <= max(max_rows, 2)]
     sizes = [n for n in REQUEST_COUNTS if n <= max(max_requests, 2)]
     shapes += [(1,) * n for n in sizes]
@@ -214,7 +218,7 @@ def measure_forwards(
     ones, quotients = [], defaultdict(list)
     _time_forward(model, kv, batches[1,])
     for shape in ((1,), *shapes * PASSES):
-        if time.perf_counter() - start > BUDGET_S and (1,) in quotients:
+        if model.clock() - start > BUDGET_S and (1,) in quotients:
             break
         ones.append(_time_forward(model, kv, batches[1,]))
         quotients[shape].append(_time_forward(model, kv, batches[shape]) / ones[-1])

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import psutil
@@ -42,15 +43,24 @@ from sgl_spec.engine.policy import (
     tree_reserve,
 )
 from sgl_spec.engine.profiling import Profiler
+from sgl_spec.engine.ranks import OnDeath, Party, lead
 from sgl_spec.engine.req import make_req
 from sgl_spec.engine.scheduler import Scheduler
 from sgl_spec.engine.sizing import Sizing
 from sgl_spec.engine.slots import SlotManager
 from sgl_spec.engine.worker import Worker
-from sgl_spec.errors import InvalidRequestError
+from sgl_spec.errors import InvalidRequestError, SglSpecError
 from sgl_spec.layers.context import KVCache
 from sgl_spec.layers.transfer import wait_for
-from sgl_spec.messages import EngineState, OutputChunk
+from sgl_spec.messages import (
+    Abort,
+    Control,
+    EngineState,
+    OutputChunk,
+    PrepareMore,
+    Step,
+    Submit,
+)
 from sgl_spec.models.checkpoint import resolve_checkpoint, resolve_tokenizer
 from sgl_spec.models.loader import load_model
 from sgl_spec.request import TokenizedRequest
@@ -72,15 +82,20 @@ SCRATCH_SLOTS = 64  # behind the pool's, for rows that fill up a batch
 class Engine:
     """A model with its scheduler. Not thread-safe: one thread submits and steps.
 
-    info: plain data about what was loaded, as `messages.Ready` carries it.
+    info: plain data about what was loaded, as `messages.Ready` carries it. party: the ranks that
+    run the same engine; those are told what this one is. Made by `start`, or alone.
     """
 
-    def __init__(self, args: ServerArgs, *, check_every_step: bool = False) -> None:
+    def __init__(
+        self, args: ServerArgs, party: Party | None = None, *, check_every_step: bool = False
+    ) -> None:
         resolved = args.resolve()
+        self.party = party or Party()
+        assert self.party.ranks.size == resolved.tp_size, "`start` makes the other ranks"
         self.device = resolve_device(resolved.device)
         self.args = resolved.for_device(self.device.type)
         register_drafters(self.args)
-        self._free_at_start = psutil.virtual_memory().available
+        self._free_at_start = psutil.virtual_memory().available // self.party.ranks.size
         self.model_dir, self.tokenizer_dir = self._directories()
         self._draft = find_draft_model(self.args)
         with fitting("The weights", self.device):
@@ -91,6 +106,7 @@ class Engine:
                 load_format=self.args.load_format,
                 context_length=self.args.context_length,
                 attention_backend=self.args.attention_backend,
+                ranks=self.party.ranks,
             )
         self.args = self.args.for_target(self.model.config.architecture)
         self.counters = EngineCounters()
@@ -100,6 +116,20 @@ class Engine:
         self.round_log = RoundLog(self.args.decode_log_interval, self.args.simulate_acc_len)
         self.tokenizer = load_tokenizer(self.tokenizer_dir)
         self._build(check_every_step)
+
+    @classmethod
+    def start(cls, args: ServerArgs, on_death: OnDeath) -> Self:
+        """An engine with the ranks that the flags ask for."""
+        resolved = args.resolve()
+        party = lead(resolved, on_death)
+        try:
+            return cls(resolved, party)
+        except BaseException as error:
+            reason = None if isinstance(error, SglSpecError) else party.failure()
+            party.close()
+            if reason is not None:
+                raise SglSpecError(reason) from error
+            raise
 
     def _directories(self) -> tuple[Path, Path]:
         """Where the model is, and where its tokenizer."""
@@ -118,7 +148,7 @@ class Engine:
         self.sizing = Sizing(args, self.device, self.model, self.draft_model, self._free_at_start)
         reserve, page = tree_reserve(args.round_slots), args.page_size
         width = ceil_page(self.context_length + reserve + page - 1, page)
-        self.num_slots = self.sizing.pool_slots(width)
+        self.num_slots = self.party.ranks.least(self.sizing.pool_slots(width))
         rows = min(args.max_running_requests, max(1, self.num_slots // (reserve + page)))
         self.slots = SlotManager(
             num_slots=self.num_slots,
@@ -137,7 +167,9 @@ class Engine:
         self.slots.reads_ahead = follows_kv(self.drafter) and self.drafter.reads_ahead
         self.worker = self._make_worker(kv, rows)
         limits = self._limits(rows, reserve, check_every_step)
-        grammars = GrammarJobs(self._grammar_compiler(), config.vocab_size)
+        grammars = GrammarJobs(
+            self._grammar_compiler(), config.vocab_size, agree=self.party.ranks.agree
+        )
         self.scheduler = Scheduler(self.worker, self.slots, limits, self.counters, grammars)
 
     def _make_worker(self, kv: KVCache, rows: int) -> Worker | DeviceWorker:
@@ -182,7 +214,7 @@ class Engine:
         most = rows * self.args.tree_nodes
         measured = forward_costs(self.model, kv, max_requests=rows, max_rows=most)
         logger.info("Verify cost in ms: %s", measured)
-        return AskedDrafts(Costs(measured), partial(wait_for, self.device))
+        return AskedDrafts(Costs(measured), partial(wait_for, self.device), self.model.clock)
 
     @property
     def _weighs(self) -> bool:
@@ -252,6 +284,7 @@ class Engine:
             "draft_tokens": self.args.tree_nodes,
             "acceptance_rule": self.rule.name,
             "memory": self.sizing.memory(self.num_slots),
+            "tp_size": self.party.ranks.size,
         }
 
     @property
@@ -261,6 +294,7 @@ class Engine:
 
     def submit(self, request: TokenizedRequest) -> None:
         """Queue a request; it is answered by the chunks of later steps."""
+        self.party.tell(Submit(request))
         stops = None
         if request.sampling.stop:
             stops = StopMatcher(
@@ -275,14 +309,17 @@ class Engine:
 
     def abort(self, rid: str | None) -> None:
         """End one request, or all of them for None."""
+        self.party.tell(Abort(rid))
         self.scheduler.abort(rid)
 
     def prepare_more(self) -> bool:
         """Use a moment without work; see `Worker.prepare_more`."""
+        self.party.tell(PrepareMore())
         return self.worker.prepare_more()
 
     def step(self) -> list[OutputChunk]:
         """One forward; the chunks it gave."""
+        self.party.tell(Step())
         with self.profiler.step():
             chunks = self.scheduler.step()
         self.profiler.stepped()
@@ -290,7 +327,19 @@ class Engine:
         self._log_rounds()
         if not self.has_work:
             self.slots.check_counts([])
+        if self.args.check_ranks:
+            self.party.check(self._digest(chunks))
         return chunks
+
+    def _digest(self, chunks: list[OutputChunk]) -> int:
+        """Of what a step decided: the tokens that it gave out, and all counts, those of drafts
+        included."""
+        given = [(chunk.rid, chunk.ids, chunk.finish is not None) for chunk in chunks]
+        return zlib.crc32(repr((given, self.counters.as_dict())).encode())
+
+    def close(self) -> None:
+        """The end of the other ranks."""
+        self.party.close()
 
     def _log_rounds(self) -> None:
         running = self.scheduler.running
@@ -322,6 +371,7 @@ class Engine:
         if op == "state":
             return msgspec.to_builtins(self.state()), ""
         if op == "flush_cache":
+            self.party.tell(Control(0, op))
             if not self.scheduler.flush():
                 raise InvalidRequestError("The cache was not flushed: requests are running.")
             return {}, "Cache flushed."

@@ -10,8 +10,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from sgl_spec.engine.grammar import Compile, GrammarError
+from sgl_spec.layers.parallel import ALONE
 from sgl_spec.request import Grammar
 from sgl_spec.speculative.grammar import Automaton, Constraint
 
@@ -46,12 +48,17 @@ class CompileJob:
 class GrammarJobs:
     """Compiles grammars once each and keeps the last ones.
 
-    compile: called in threads. clock: seconds that only grow.
+    compile: called in threads. clock: seconds that only grow. agree: see `layers.parallel.Ranks`.
     """
 
     def __init__(
-        self, compile: Compile, vocab_size: int, clock: Callable[[], float] = time.monotonic
+        self,
+        compile: Compile,
+        vocab_size: int,
+        clock: Callable[[], float] = time.monotonic,
+        agree: Callable[[Any], Any] = ALONE.agree,
     ) -> None:
+        self.agree = agree
         self._compile = compile
         self._vocab_size = vocab_size
         self._clock = clock

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+from functools import partial
 
 import torch
 import zmq
@@ -45,8 +46,9 @@ def main(args: ServerArgs, to_engine_addr: str, from_engine_addr: str) -> int:
     inbox.connect(to_engine_addr)
     outbox.connect(from_engine_addr)
     torch.set_grad_enabled(False)  # here, not in the engine: an offline user may be training too
+    engine: Engine | None = None
     try:
-        engine = Engine(args)
+        engine = Engine.start(args, partial(fail_at_once, from_engine_addr))
         gc.collect()
         gc.freeze()  # libraries and weights: looking through them stalls all streams for 0.2 s
         outbox.send(encode(Ready(info=engine.info)))
@@ -57,12 +59,16 @@ def main(args: ServerArgs, to_engine_addr: str, from_engine_addr: str) -> int:
         return 2
     except Exception as error:
         # The boundary of the process: whatever broke, the API process must hear of it and not wait.
-        logger.exception("The engine failed")
-        known = isinstance(error, SglSpecError)
-        message = str(error) if known else f"{type(error).__name__}: {error}"
+        message = None if engine is None else engine.party.failure()
+        if message is None:
+            logger.exception("The engine failed")
+            known = isinstance(error, SglSpecError)
+            message = str(error) if known else f"{type(error).__name__}: {error}"
         outbox.send(encode(Failed(message=message)))
         return 1
     finally:
+        if engine is not None:
+            engine.close()
         outbox.close(linger=2000)
         inbox.close(linger=0)
         context.term()
@@ -75,6 +81,18 @@ def give_memory_back() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def fail_at_once(from_engine_addr: str, failed: Failed) -> None:
+    """Another rank has ended: report it and end this process, whatever its main thread does. It may
+    wait on a device for what never comes."""
+    context = zmq.Context()
+    outbox = context.socket(zmq.PUSH)
+    outbox.connect(from_engine_addr)
+    outbox.send(encode(failed))
+    outbox.close(linger=1000)
+    context.term()
+    os._exit(2 if failed.config_error else 1)
 
 
 class EngineLoop:

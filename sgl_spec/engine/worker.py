@@ -219,7 +219,7 @@ class Worker:
         if self.asked is None or done.decision is None:
             return
         self.asked.learn(ArrayTree.of(done.tree), kept, _sampled(done.draft))
-        ms = (time.perf_counter() - done.begun) * 1e3
+        ms = self.model.ranks.agree((time.perf_counter() - done.begun) * 1e3)
         self.asked.note(done.decision, len(done.draft.rows), tokens, ms)
 
     def settle(self) -> None:
@@ -352,7 +352,8 @@ class Worker:
         tree = self._constrain(bounded(tree, remaining, draft.max_nodes), draft.rows)
         if int(tree.num_nodes.max()) > 1 and self.asked is not None:
             # Forwards of a draft model are part of every round: the dearer, the more rows pay.
-            fixed_ms = 0.0 if self.follower.drafter is None else drafting_s * 1e3
+            fixed_ms = self.model.ranks.agree(drafting_s * 1e3)
+            fixed_ms = 0.0 if self.follower.drafter is None else fixed_ms
             trial = decision is not None and decision.trial
             keep = self.asked.worthwhile(
                 ArrayTree.of(tree), _sampled(draft), fixed_ms, MIN_GAIN, trial=trial
@@ -379,6 +380,7 @@ class Worker:
         if self.asked is not None:
             wait_for(self.device)
             requests, ms = len(forward.rows), (time.perf_counter() - start) * 1e3
+            ms = self.model.ranks.agree(ms)
             self.asked.costs.add(requests, len(forward.tokens) - requests, ms)
         return logits, features
 

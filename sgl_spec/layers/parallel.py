@@ -20,6 +20,9 @@ from torch import Tensor
 
 from sgl_spec.layers.linear import Linear
 
+# Its name since torch 2.13, and before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Ranks(Protocol):
     """Those that share a model. All of them call the same methods in the same order.
@@ -111,10 +114,16 @@ class TorchRanks:
         dist.all_reduce(found, dist.ReduceOp.MIN, group=self.host)
         return int(found)
 
+    def differing(self, digest: int) -> list[int]:
+        """The ranks whose digest is not rank 0's."""
+        found = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(found, torch.tensor([digest]), group=self.host)
+        return [rank for rank, one in enumerate(found) if int(one) != int(found[0])]
+
     def _parts(self, x: Tensor) -> Tensor:
         """[ranks, rows, columns]."""
         parts = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(parts.view(-1, *x.shape[1:]), x.contiguous())
+        _all_gather(parts.view(-1, *x.shape[1:]), x.contiguous())
         return parts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -118,6 +119,11 @@ class Decoder:
     def raw_logits(self, hidden: Tensor) -> Tensor:
         """`logits` in the model's dtype, for kernels that widen them as they read."""
         return self.lm_head(hidden)
+
+    def clock(self) -> float:
+        """Seconds that only grow, the same on all ranks: what is decided by them must be, too."""
+        now: float = self.ranks.agree(time.perf_counter())
+        return now
 
     @property
     def kernels(self) -> Kernels:

@@ -68,7 +68,7 @@ def test_help_names_every_flag_with_its_meaning_values_and_default(
         assert opt.help in text
         assert f"default: {opt.default_text}" in text
         assert all(choice in text for choice in opt.choices)
-    assert "--tp-size" not in text
+    assert "--dp-size" not in text
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,7 +276,7 @@ VALUES = [
     ("--host h stray", "'stray' belongs to no flag; see --help."),
     ("--tp 1 stray", "'stray' belongs to no flag; see --help."),
     ("-q", "-q is not an option; a value that begins with a dash is written --flag=-q."),
-    ("--model-path m --tp", "Argument --tp-size/--tensor-parallel-size/--tp: expected one"),
+    ("--model-path m --dp", "Argument --dp-size/--data-parallel-size/--dp: expected one"),
 ]
 TOGETHER = [
     ("--attention-backend flashinfer --device cpu --cuda-graph-bs 2", "--attention-backend flash"),
@@ -334,10 +334,10 @@ def test_what_cannot_work_is_one_sentence(line: str, begins: str) -> None:
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
-        ("--tp-size 2 --dtype x --port 0 --foo", "--foo --model-path --tp-size --dtype --port"),
+        ("--dp-size 2 --dtype x --port 0 --foo", "--foo --model-path --dp-size --dtype --port"),
         ("--model m --port= --host= --page-size 0", "--host --port --page-size"),
         ("--model m --speculative-algo E --port 0 --page-size 0", "--port --page-size"),
-        ("--model m --lora-paths a b --tp 2 --bar", "--bar --lora-paths --tp-size"),
+        ("--model m --lora-paths a b --dp 2 --bar", "--bar --lora-paths --dp-size"),
         (f"--model m {NGRAM} {STEPS} 3 {TOPK} 2", STEPS),
         ("--modl-path m", "--modl-path"),
     ],
@@ -360,10 +360,11 @@ def test_bad_values_are_told_together_and_then_the_first_contradiction(
         ({"port": None}, "--port must be an integer from 1 to 65535, got None."),
         ({"host": 5}, "--host must be a non-empty string, got 5."),
         ({"enable_metrics": "yes"}, "--enable-metrics must be true or false, got 'yes'."),
-        ({"tp_size": 2, "enable_lora": True}, "--tp-size 2 is not supported by this version: the"),
-        ({"tp": [1, 2]}, "--tp takes one value, got '1 2'."),
+        ({"dp_size": 2, "enable_lora": True}, "--dp-size 2 is not supported by this version: the"),
+        ({"dp": [1, 2]}, "--dp takes one value, got '1 2'."),
         ({"enable_lora": 1}, "--enable-lora is a switch and takes no value, got 1."),
-        ({"tp_size": True}, "--tp-size takes a value, got True."),
+        ({"dp_size": True}, "--dp-size takes a value, got True."),
+        ({"tp_size": 3}, "--tp-size must be 1, 2, 4 or 8, got 3."),
         ({"lora_paths": ["x"]}, "--lora-paths x is not supported"),
     ],
 )

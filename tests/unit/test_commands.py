@@ -37,7 +37,7 @@ def test_flags_and_values_complete(tmp_path: Path) -> None:
     serve = f"{sys.executable} -m sgl_spec serve "
     flags = completions(f"{serve}--", tmp_path)
     assert {flag for opt in declared(ServerArgs).values() for flag in opt.flags} <= set(flags)
-    assert "--tp-size" not in flags
+    assert "--dp-size" not in flags
     assert completions(f"{serve}--load-format d", tmp_path) == ["dummy"]
 
 

@@ -107,10 +107,10 @@ def test_after_shutdown_the_engine_is_gone(tiny_model_dir: Path) -> None:
 
 
 def test_flags_of_sglang_are_taken_as_on_the_command_line(tiny_model_dir: Path) -> None:
-    with LLM(str(tiny_model_dir), max_total_tokens=200, tp_size=1, disable_cuda_graph=True) as llm:
+    with LLM(str(tiny_model_dir), max_total_tokens=200, dp_size=1, disable_cuda_graph=True) as llm:
         assert len(llm.generate("a", {"max_new_tokens": 1})) == 1
-    with pytest.raises(ConfigError, match="--tp-size 2 is not supported"):
-        LLM(str(tiny_model_dir), tp_size=2)
+    with pytest.raises(ConfigError, match="--dp-size 2 is not supported"):
+        LLM(str(tiny_model_dir), dp_size=2)
 
 
 def test_weights_and_pool_share_the_memory_that_is_given(

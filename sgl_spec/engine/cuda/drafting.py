@@ -58,7 +58,7 @@ class HostTreeRounds(ShapedRounds):
     ) -> None:
         super().__init__(parts, rounds, shapes, costs)
         self.drafter, self._draft_of = drafter, draft_of
-        self.asked = None if costs is None else AskedDrafts(Costs(costs))
+        self.asked = None if costs is None else AskedDrafts(Costs(costs), clock=parts.model.clock)
         self._wait = Average(16)  # ms, of the device for a round's trees
         self._next: Decision | None = None  # about the round that comes
         self._wanted = True  # a request that is run may have drafts
@@ -166,6 +166,7 @@ class HostTreeRounds(ShapedRounds):
         ms, gap = launched.watch.ms(), 0.0  # behind a prompt the host's work is hidden
         if launched.before is not None:
             gap = max(0.0, launched.before.ms_until(launched.watch))
+        ms, gap = self.parts.agree(ms), self.parts.agree(gap)
         drafts = 0 if planned.tree is None else planned.tree.drafts
         self.asked.costs.add(size, drafts, ms)
         if planned.decision is None:

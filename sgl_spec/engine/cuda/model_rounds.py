@@ -150,7 +150,7 @@ class ModelRounds(RoundSource):
                 facts = launched.facts.wait().numpy()
                 shapes = enumerate(self.shapes[: decision.option - 1], 1)
                 smaller = {option: kept_by(shape, facts, counts) for option, shape in shapes}
-            ms = launched.watch.ms()
+            ms = self.parts.agree(launched.watch.ms())
             self.controller.note(decision, launched.size, int(counts.sum()), ms, smaller)
         return launched.proposed
 
@@ -170,7 +170,7 @@ class ModelRounds(RoundSource):
             for option in reversed(self.options(size)):
                 round_ = self.round_of(size, kind, option)
                 if self.controller is not None:
-                    self._idle_ms[size, option] = timed(round_)
+                    self._idle_ms[size, option] = self.parts.agree(timed(round_))
         if self._idle_ms:
             times = (f"{size}/{option}:{ms:.2f}" for (size, option), ms in self._idle_ms.items())
             logger.info("Rounds in ms, by requests and shape: %s", " ".join(times))

@@ -155,7 +155,8 @@ class NgramRounds(ShapedRounds):
         emitted, decision = int(given[:, 0].sum()), launched.planned.decision
         self.sizes.found(scores(facts)[:, 1:].numpy())
         if decision is not None and launched.watch is not None:
-            self.sizes.controller.note(decision, len(facts), emitted, launched.watch.ms())
+            ms = self.parts.agree(launched.watch.ms())
+            self.sizes.controller.note(decision, len(facts), emitted, ms)
         verified, found = facts[:, 0] - 1, int((facts[:, 1:2] < BARRED).sum())
         if not launched.forced:
             self.drafter.note(int(verified.sum()), emitted, len(facts), found)

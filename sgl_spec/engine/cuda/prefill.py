@@ -252,7 +252,7 @@ class Prefills:
         low, high = 0, len(self.sizes)
         while low < high:
             middle = (low + high) // 2
-            if timed(self._captured(self.sizes[middle])) <= ms:
+            if self._parts.agree(timed(self._captured(self.sizes[middle]))) <= ms:
                 low = middle + 1
             else:
                 high = middle

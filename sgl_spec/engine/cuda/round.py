@@ -123,6 +123,11 @@ class Parts:
     space: Space
     draft: DraftParts | None = None
 
+    def agree(self, ms: float) -> float:
+        """What rank 0 measured."""
+        agreed: float = self.model.ranks.agree(ms)
+        return agreed
+
     @property
     def on_gpu(self) -> bool:
         """Whether times mean anything: the interpreter runs the same on a CPU."""

@@ -123,7 +123,7 @@ class ShapedRounds(RoundSource):
         for size, rows in self._largest_first():
             round_ = self.round_of(size, rows, kind)
             if self.costs is not None:
-                self.costs.know(size, rows, timed(round_))
+                self.costs.know(size, rows, self.parts.agree(timed(round_)))
         if self.costs is not None:
             logger.info("Rounds in ms: %s", self.costs)
 
