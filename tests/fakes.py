@@ -8,6 +8,7 @@ the text should be.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from sgl_spec.engine.kv_pool import Holding
 from sgl_spec.engine.req import Req, make_req
 from sgl_spec.layers.context import ForwardBatch, KVCache
+from sgl_spec.layers.parallel import ALONE
 from sgl_spec.layers.wanted import only
 from sgl_spec.request import SamplingParams, TokenizedRequest
 from sgl_spec.speculative.base import DraftBatch
@@ -57,6 +59,9 @@ class _Config:
 
 class SumModel:
     """`Decoder`'s interface over a one-number KV cache. entropy: scale of the logits' spread."""
+
+    ranks = ALONE
+    clock = staticmethod(lambda: time.perf_counter())
 
     def __init__(self, spread: float = 6.0) -> None:
         self.config = _Config()

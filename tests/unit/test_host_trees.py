@@ -3,6 +3,7 @@ device."""
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from sgl_spec.engine.cuda.drafting import HostTreeRounds
 from sgl_spec.engine.cuda.graphs import Rounds
 from sgl_spec.engine.cuda.round import RoundKind
 from sgl_spec.engine.cuda.running import Planned
+from sgl_spec.layers.parallel import ALONE
 from sgl_spec.speculative.base import DraftBatch
 from sgl_spec.speculative.tree import AcceptResult, TokenTree
 
@@ -113,8 +115,9 @@ class Made(Rounds):
 def source(costs: DeviceCosts | None) -> tuple[HostTreeRounds, Fixed]:
     drafter = Fixed()
     tokens = np.full((8, 64), 5, np.int32)
+    parts = SimpleNamespace(model=SimpleNamespace(clock=time.perf_counter), agree=ALONE.agree)
     return HostTreeRounds(
-        cast(Any, None), Made(), TreeShapes(SIZES, 8), costs, cast(Any, drafter),
+        cast(Any, parts), Made(), TreeShapes(SIZES, 8), costs, cast(Any, drafter),
         draft_of=lambda b: DraftBatch(b.rows, b.committed + 1, b.max_nodes, tokens),
     ), drafter  # fmt: skip
 

@@ -18,6 +18,7 @@ from sgl_spec.engine.cuda.graphs import Rounds
 from sgl_spec.engine.cuda.model_rounds import ModelRounds, tree_shapes
 from sgl_spec.engine.cuda.model_trees import GrownTrees, kept_by
 from sgl_spec.engine.cuda.round import Round, RoundKind
+from sgl_spec.layers.parallel import ALONE
 from sgl_spec.speculative.model_drafter import TreeShape
 
 SIZES = (1, 8, 48)
@@ -68,7 +69,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch, *, weighs: bool = True) -> ModelRoun
         return SHAPES_MS[key[1]][key[3] if key[0] == "tree" else 0]
 
     monkeypatch.setattr(model_rounds, "timed", ms)
-    parts = SimpleNamespace(draft=object())
+    parts = SimpleNamespace(draft=object(), agree=ALONE.agree)
     drafter = SimpleNamespace(shape=TreeShape(7, 4, 32))
     source = ModelRounds(cast(Any, parts), Made(SIZES), cast(Any, drafter), weighs=weighs)
     source.prepare(GREEDY)
