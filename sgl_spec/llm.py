@@ -387,8 +387,7 @@ class LLM:
             return self.engine.step()
         except BaseException as error:
             said = f"{type(error).__name__}: {error}".removesuffix(": ")
-            assert self._engine is not None
-            elsewhere = self._engine.party.failure()
+            elsewhere = None if self._engine is None else self._engine.party.failure()
             self._failure = elsewhere or said
             self._let_go()
             if elsewhere is not None:
