@@ -59,6 +59,8 @@ async def talk(target: Target, session: Any, name: int, asked: Any, seen: Seen) 
             raise SystemExit(answer.problem)
         *_, event = (part for part in answer.content.split(b"\n\n") if part[:7] == b"data: {")
         last = json.loads(event.removeprefix(b"data: "))
+        if "error" in last:
+            raise SystemExit(last["error"])
         facts = last["meta_info"]
         seen.prompt += facts["prompt_tokens"]
         seen.cached += facts["cached_tokens"]
