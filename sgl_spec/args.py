@@ -146,6 +146,17 @@ class ServerArgs:
         "ascend intel_amx intel_xpu dual_chunk_flash_attn",
         unset="triton on a GPU, torch on a CPU",
     )
+    strict: bool | None = _model(
+        None,
+        "A text depends on its own request alone, to the last bit: not on drafts, the batch, "
+        "chunks or what is cached (docs/strict.md). Checked at start. Needs a GPU and our Triton "
+        "kernels.",
+        aliases=("--enable-deterministic-inference",),
+        unset="off",
+    )
+    check_strict: bool = _model(
+        False, "With --strict: check many shapes at start, not a few, and log each."
+    )
     context_length: int | None = _model(
         None, "Most tokens of prompt and output together.", check=at_least(2), unset="the model's"
     )

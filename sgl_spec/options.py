@@ -271,6 +271,8 @@ class FlagParser(argparse.ArgumentParser):
             if opt.kind in (bool, tuple):
                 shown = {} if opt.kind is bool else {"metavar": "INT"}
             how = takes(switch=opt.kind is bool, several=opt.kind is tuple) | shown
+            if opt.kind is bool and opt.optional:  # with --no- before it, it is off
+                how = {"action": argparse.BooleanOptionalAction}
             action = groups[opt.group].add_argument(*opt.flags, dest=opt.name, help=text, **how)
             if opt.choices:
                 action.completer = lambda choices=opt.choices, **_: choices  # argcomplete's hook
@@ -297,7 +299,9 @@ def flag_table(options: Iterable[Option]) -> str:
             group = opt.group
             lines += ["", f"## {group.capitalize()}", ""]
             lines += ["| flag | value | default | meaning |", "|---|---|---|---|"]
-        flags = ", ".join(f"`{flag}`" for flag in opt.flags)
+        both = opt.kind is bool and opt.optional
+        names = (opt.flags[0], f"--no-{opt.flags[0][2:]}", *opt.flags[1:]) if both else opt.flags
+        flags = ", ".join(f"`{flag}`" for flag in names)
         value = "switch" if opt.kind is bool else opt.allowed
         if opt.other_names:
             value += f"; the default stands for {', '.join(opt.other_names.split())}"

@@ -211,9 +211,6 @@ REFUSED = {
         schedule-low-priority-values-first! disable-priority-preemption!
         priority-scheduling-preemption-threshold default-priority-value
     """,
-    "give each request a seed: with --dtype float32 equal seeds give equal tokens in any "
-    "batch, in bfloat16 the batch may decide between nearly equal logits (docs/measured.md, "
-    "In bf16)": "enable-deterministic-inference!",
     "--api-key protects every route": "admin-api-key",
     "see --sampling-defaults": "preferred-sampling-params",
     "prefill and decode share one engine": """

@@ -242,6 +242,7 @@ class ScriptedEngine:
             "device": "cpu",
             "device_name": "scripted",
             "attention_backend": "torch",
+            "strict": False,
             "chunked_prefill_size": 8192,
             "page_size": 1,
             "speculative_algorithm": self.args.speculative_algorithm,

@@ -36,6 +36,10 @@ class GemmShape:
     ahead: int = 8
 
 
+_HEAD = (
+    (32, GemmShape(64, 128, 1, stages=3, ahead=0)),
+    (64, GemmShape(128, 128, 1, stages=4, ahead=0)),
+)
 TUNED: dict[tuple[int, int], tuple[tuple[int, GemmShape | None], ...]] = {
     (4096, 4096): ((32, GemmShape(64, 128, 2, stages=6, ahead=4)),),
     (6144, 4096): ((16, GemmShape(64, 128, 4, stages=3, ahead=4)),),
@@ -47,13 +51,23 @@ TUNED: dict[tuple[int, int], tuple[tuple[int, GemmShape | None], ...]] = {
         (32, GemmShape(64, 128, 1, stages=4, ahead=0)),
         (64, GemmShape(128, 128, 1, stages=4, ahead=4)),
     ),
-    (49152, 4096): (
-        (32, GemmShape(64, 128, 1, stages=3, ahead=0)),
-        (64, GemmShape(128, 128, 1, stages=4, ahead=0)),
-    ),
+    (49152, 4096): _HEAD,
 }
 """By (N, K): (most rows, shape) in rising order, None where torch's own product is faster. Measured
 on an H200 with 2-byte weights; nothing is claimed of other sizes."""
+
+UNSPLIT: dict[tuple[int, int], tuple[tuple[int, GemmShape], ...]] = {
+    (4096, 4096): (
+        (16, GemmShape(64, 128, 1, stages=8, ahead=4)),
+        (32, GemmShape(64, 128, 1, stages=6)),
+    ),
+    (6144, 4096): ((32, GemmShape(64, 128, 1, stages=6)),),
+    (28672, 4096): ((16, GemmShape(64, 128, 1)),),
+    (4096, 14336): ((16, GemmShape(64, 128, 1, stages=8, ahead=4)),),
+    (4096, 12288): ((16, GemmShape(64, 128, 1, stages=8, ahead=4)),),
+    (49152, 4096): _HEAD,
+}
+"""The same where K may not be split: the sum over K is then in its order for any number of rows."""
 
 
 def wins(rows: int, outputs: int, inputs: int) -> GemmShape | None:

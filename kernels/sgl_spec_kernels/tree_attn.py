@@ -105,11 +105,16 @@ class AttnPlan:
     work: AttnWork
 
 
-def attn_grid(batch: int, kv_heads: int, max_q_len: int, heads_per_kv: int) -> AttnGrid:
-    """The grid for `batch` requests of up to max_q_len rows."""
+def row_block(max_q_len: int, heads_per_kv: int) -> tuple[int, int]:
+    """Rows of a block, and blocks of a request and KV head, that hold so many tokens."""
     rows = max_q_len * heads_per_kv
     block_m = min(max(triton.next_power_of_2(rows), _LEAST_ROWS), _MOST_ROWS)
-    row_blocks = triton.cdiv(rows, block_m)
+    return block_m, triton.cdiv(rows, block_m)
+
+
+def attn_grid(batch: int, kv_heads: int, max_q_len: int, heads_per_kv: int) -> AttnGrid:
+    """The grid for `batch` requests of up to max_q_len rows."""
+    block_m, row_blocks = row_block(max_q_len, heads_per_kv)
     programs = batch * kv_heads * row_blocks
     if programs < _FEW_BLOCKS:
         splits = min(max(_PROGRAMS // programs, 1), MAX_SPLITS)
@@ -153,17 +158,11 @@ def plan_tree_attn(
     max_q_len: bound on the rows of a request. work: of `attn_work`, for at least this shape.
     """
     assert tree_lens is None or mask_words is not None, "a causal chunk has no tree before it"
-    assert mask_words is None or max_q_len <= MOST_TREE, f"{max_q_len} rows, a word has 64 bits"
-    assert req_to_token.stride(1) == 1, "a table row must be contiguous"
-    assert req_to_token.dtype == torch.int32
-    assert mask_words is None or mask_words.dtype == torch.int64
-    for name, ints in (("rows", rows), ("prefix_lens", prefix_lens), ("q_starts", q_starts)):
-        assert ints.is_contiguous(), f"{name} must be contiguous"
+    check_plan(req_to_token, rows, prefix_lens, q_starts, mask_words, max_q_len)
     batch = rows.shape[0]
-    assert q_starts.shape[0] == batch + 1
     grid = attn_grid(batch, kv_heads, max_q_len, heads_per_kv)
     if grid.merges:
-        _share_fairly(prefix_lens, q_starts, tree_lens, kv_heads * grid.row_blocks, work)
+        share_fairly(prefix_lens, q_starts, tree_lens, kv_heads * grid.row_blocks, work)
     return AttnPlan(
         req_to_token,
         rows,
@@ -178,10 +177,28 @@ def plan_tree_attn(
     )
 
 
-def _share_fairly(
+def check_plan(
+    req_to_token: Tensor,
+    rows: Tensor,
+    prefix_lens: Tensor,
+    q_starts: Tensor,
+    mask_words: Tensor | None,
+    max_q_len: int,
+) -> None:
+    """Assert what kernels take for granted of a plan's arguments."""
+    assert mask_words is None or max_q_len <= MOST_TREE, f"{max_q_len} rows, a word has 64 bits"
+    assert req_to_token.stride(1) == 1, "a table row must be contiguous"
+    assert req_to_token.dtype == torch.int32
+    assert mask_words is None or mask_words.dtype == torch.int64
+    for name, ints in (("rows", rows), ("prefix_lens", prefix_lens), ("q_starts", q_starts)):
+        assert ints.is_contiguous(), f"{name} must be contiguous"
+    assert q_starts.shape[0] == rows.shape[0] + 1
+
+
+def share_fairly(
     prefix_lens: Tensor, q_starts: Tensor, tree_lens: Tensor | None, blocks: int, work: AttnWork
 ) -> None:
-    """blocks: of a request."""
+    """Leave in `work` the columns that a program has on average. blocks: of a request."""
     batch = prefix_lens.shape[0]
     fair_split_kernel[(1,)](
         prefix_lens,
@@ -207,10 +224,13 @@ def tree_attn(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttnPlan, scale
     """
     _, kv_heads, dim = k_cache.shape
     num_tokens, heads, _ = q.shape
-    _check(q, k_cache, v_cache, plan)
+    check_attn(q, k_cache, v_cache, plan.heads_per_kv)
     block_d = triton.next_power_of_2(dim)
     out = torch.empty(num_tokens, heads * dim, dtype=q.dtype, device=q.device)
     work, grid, batch = plan.work, plan.grid, plan.rows.shape[0]
+    rows = grid.work_rows(batch, kv_heads)
+    assert work.stats.numel() >= 2 * rows, "the work space is too small"
+    assert work.part.numel() >= rows * block_d, "it is for other heads"
     block_n, warps, stages = _tile(plan, block_d, q.element_size())
     shared = {
         "GROUP": plan.heads_per_kv,
@@ -280,15 +300,13 @@ def _tile(plan: AttnPlan, block_d: int, item: int) -> tuple[int, int, int]:
     return TILES["long" if plan.grid.block_m == _LEAST_ROWS else "long, wide"]
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, plan: AttnPlan) -> None:
+def check_attn(q: Tensor, k: Tensor, v: Tensor, heads_per_kv: int) -> None:
+    """Assert what kernels take for granted of a layer's queries, keys and values."""
     _, kv_heads, dim = k.shape
     assert q.dtype == k.dtype == v.dtype, "q, k and v must have one dtype"
     assert q.dtype in (torch.float32, torch.float16, torch.bfloat16), f"no kernel for {q.dtype}"
     assert 16 <= dim <= 256, f"head_dim {dim} is not 16 to 256"
-    assert q.shape[1] == kv_heads * plan.heads_per_kv, "the plan is for other heads"
+    assert q.shape[1] == kv_heads * heads_per_kv, "the plan is for other heads"
     assert q.stride()[1:] == (dim, 1), "a row's heads must be contiguous"
     assert k.stride() == v.stride(), "k and v must be laid out alike"
     assert k.stride()[1:] == (dim, 1), "a slot's heads must be contiguous"
-    rows = plan.grid.work_rows(plan.rows.shape[0], kv_heads)
-    assert plan.work.stats.numel() >= 2 * rows, "the work space is too small"
-    assert plan.work.part.numel() >= rows * triton.next_power_of_2(dim), "it is for other heads"

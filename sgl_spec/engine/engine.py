@@ -107,7 +107,12 @@ class Engine:
                 context_length=self.args.context_length,
                 attention_backend=self.args.attention_backend,
                 ranks=self.party.ranks,
+                strict=bool(self.args.strict),
             )
+            if self.args.strict:
+                from sgl_spec.engine.strict import require_strict
+
+                require_strict(self.model, every=self.args.check_strict)
         self.args = self.args.for_target(self.model.config.architecture)
         self.counters = EngineCounters()
         self.throughput = Throughput()
@@ -278,6 +283,7 @@ class Engine:
             "device": self.device.type,
             "device_name": device_name(self.device),
             "attention_backend": self.model.backend.name,
+            "strict": self.model.backend.strict,
             "chunked_prefill_size": self.args.chunked_prefill_size,
             "page_size": self.args.page_size,
             "speculative_algorithm": self.args.speculative_algorithm,

@@ -32,10 +32,12 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What a model runs on. name: one of `BACKENDS`."""
+    """What a model runs on. name: one of `BACKENDS`. strict: a row's results depend on its own text
+    alone, to the last bit, whatever the batch, the tree or the chunk."""
 
     name: str
     kernels: Kernels
+    strict: bool = False
 
     @property
     def capturable(self) -> bool:
@@ -54,12 +56,22 @@ def kernels_for(device: torch.device, name: str | None = None) -> Kernels:
 
 
 def resolve_backend(
-    name: str | None, device: torch.device, head_dim: int, dtype: torch.dtype
+    name: str | None,
+    device: torch.device,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    strict: bool = False,
 ) -> Backend:
     """The backend of a model; errors as in `check_backend`."""
     name = name or kernels_for(device)
     check_backend(name, device, head_dim, dtype)
-    return Backend(name, kernels_for(device, name))
+    if strict and name != "triton":
+        raise ConfigError(
+            f"--strict needs {_FLAG} triton, got {name}: the order of its sums is not known.",
+            param="strict",
+        )
+    return Backend(name, kernels_for(device, name), strict)
 
 
 def check_backend(name: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> None:

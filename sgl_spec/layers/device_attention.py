@@ -15,6 +15,13 @@ from torch import Tensor
 
 from sgl_spec.layers.backend import Backend
 from sgl_spec.layers.context import AttnBatch
+from sgl_spec_kernels.ordered_attn import (
+    OrderedPlan,
+    ordered_attn,
+    ordered_work_rows,
+    plan_ordered_attn,
+    tile_columns,
+)
 from sgl_spec_kernels.tree_attn import AttnPlan, AttnWork, attn_grid, plan_tree_attn, tree_attn
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -36,8 +43,8 @@ class Heads:
 class Attention(Protocol):
     """One way to do it."""
 
-    def reserve(self, max_batch: int, max_q_len: int) -> None:
-        """Make the work space of forwards up to this shape."""
+    def reserve(self, max_batch: int, max_q_len: int, columns: int) -> None:
+        """Make the work space of forwards up to this shape. columns: of a row of the slot table."""
         ...
 
     def plan(self, batch: AttnBatch) -> Attend:
@@ -48,7 +55,7 @@ class Attention(Protocol):
 def attention_of(backend: Backend, heads: Heads) -> Attention:
     """The one that a backend stands for."""
     if backend.name == "triton":
-        return TritonAttention(heads)
+        return OrderedAttention(heads) if backend.strict else TritonAttention(heads)
     from sgl_spec.layers.flashinfer_attention import FlashInferAttention
 
     return FlashInferAttention(heads)
@@ -62,18 +69,16 @@ class TritonAttention:
         self._rows = 0
         self._works: list[AttnWork] = []  # the last is the largest; graphs may use the others
 
-    def reserve(self, max_batch: int, max_q_len: int) -> None:
+    def reserve(self, max_batch: int, max_q_len: int, columns: int) -> None:
         """A work space for all shapes up to this one: a smaller one may be split further."""
         lengths = {*range(1, min(max_q_len, 64) + 1), max_q_len}
         lengths |= {1 << bit for bit in range(max_q_len.bit_length())}
-        self._grow(max(self._need(b, q) for b in range(1, max_batch + 1) for q in lengths))
+        batches = range(1, max_batch + 1)
+        self._grow(max(self._need(b, q, columns) for b in batches for q in lengths))
 
     def plan(self, batch: AttnBatch) -> Attend:
         """See `Attention.plan`. Reads the device only where batch.max_q_len is None."""
-        longest = batch.max_q_len
-        if longest is None:
-            longest = int(batch.q_starts.diff().max())
-        self._grow(self._need(len(batch.rows), longest))
+        longest = self._longest(batch)
         plan = plan_tree_attn(
             batch.req_to_token,
             batch.rows,
@@ -88,7 +93,15 @@ class TritonAttention:
         )
         return partial(_by_triton, plan)
 
-    def _need(self, batch: int, q_len: int) -> int:
+    def _longest(self, batch: AttnBatch) -> int:
+        """The bound on its rows, with a work space that suffices."""
+        longest = batch.max_q_len
+        if longest is None:
+            longest = int(batch.q_starts.diff().max())
+        self._grow(self._need(len(batch.rows), longest, batch.req_to_token.shape[1]))
+        return longest
+
+    def _need(self, batch: int, q_len: int, columns: int) -> int:
         """Rows of parts in a work space for this shape."""
         heads = self._heads
         grid = attn_grid(batch, heads.kv_heads, q_len, heads.heads_per_kv)
@@ -105,6 +118,36 @@ class TritonAttention:
         self._works.append(AttnWork.of(self._rows, self._heads.head_dim, device))
 
 
+class OrderedAttention(TritonAttention):
+    """Our kernel whose sums have one order."""
+
+    def plan(self, batch: AttnBatch) -> Attend:
+        """See `Attention.plan`."""
+        assert batch.tree_lens is None, "a target's trees are verified whole"
+        longest, heads = self._longest(batch), self._heads
+        plan = plan_ordered_attn(
+            batch.req_to_token,
+            batch.rows,
+            batch.prefix_lens,
+            batch.q_starts,
+            batch.mask_words,
+            heads_per_kv=heads.heads_per_kv,
+            kv_heads=heads.kv_heads,
+            head_dim=heads.head_dim,
+            dtype=heads.dtype,
+            max_q_len=longest,
+            work=self._works[-1],
+        )
+        return partial(_in_order, plan)
+
+    def _need(self, batch: int, q_len: int, columns: int) -> int:
+        heads = self._heads
+        tiles = -(-columns // tile_columns(heads.head_dim, heads.dtype.itemsize))
+        shape = (batch, heads.kv_heads, q_len, heads.heads_per_kv)
+        rows: int = ordered_work_rows(*shape, tiles)
+        return rows
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether what is launched now goes into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -112,4 +155,9 @@ def is_capturing(device: torch.device) -> bool:
 
 def _by_triton(plan: AttnPlan, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
     out: Tensor = tree_attn(q, k_cache, v_cache, plan, q.shape[-1] ** -0.5)
+    return out
+
+
+def _in_order(plan: OrderedPlan, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    out: Tensor = ordered_attn(q, k_cache, v_cache, plan, q.shape[-1] ** -0.5)
     return out

@@ -30,7 +30,7 @@ class FlashInferAttention:
         self._trees = BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend="fa2")
         self._chunks = BatchPrefillWithPagedKVCacheWrapper(space, "NHD")
 
-    def reserve(self, max_batch: int, max_q_len: int) -> None:
+    def reserve(self, max_batch: int, max_q_len: int, columns: int) -> None:
         """The work space is of one size."""
 
     def plan(self, batch: AttnBatch) -> Attend:

@@ -89,18 +89,20 @@ class Linear:
     ) -> Tensor | None:
         """By our own kernel, if it is faster for so many rows."""
         assert self.skinny is not None
-        shape = self.skinny.shape(x, self.weight)
+        shape = self.skinny.shape(x, self.weight, biased=self.bias is not None)
         if shape is None:
             return None
         return self.skinny.product(x, self.weight, self.bias, residual, out, shape)
 
 
-def use_tuned(linears: Sequence[Linear], device: torch.device) -> None:
+def use_tuned(linears: Sequence[Linear], device: torch.device, *, strict: bool = False) -> None:
     """Let the layers of one model, or some of them, take the measured best product; they share a
-    work space."""
+    work space. strict: of those that give a row the same bits beside any others."""
     from sgl_spec.layers.skinny import Skinny
+    from sgl_spec.layers.unsplit import Unsplit
 
     plain = [layer for layer in linears if layer.form == PLAIN]
-    shared = Skinny([(layer.weight.shape[0], layer.weight.shape[1]) for layer in plain], device)
+    shapes = [(layer.weight.shape[0], layer.weight.shape[1]) for layer in plain]
+    shared = Unsplit(shapes, device) if strict else Skinny(shapes, device)
     for layer in plain:
         layer.skinny = shared

@@ -43,10 +43,11 @@ class Skinny:
         if self._has_lt:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch says once that the choice is experimental
-                _linear_by_lt(torch.zeros(1, 8, device=device), torch.zeros(8, 8, device=device))
+                linear_by_lt(torch.zeros(1, 8, device=device), torch.zeros(8, 8, device=device))
 
-    def shape(self, x: Tensor, weight: Tensor) -> GemmShape | None:
-        """How the kernel takes this product, None where torch's own is faster."""
+    def shape(self, x: Tensor, weight: Tensor, *, biased: bool) -> GemmShape | None:
+        """How the kernel takes this product, None where torch's own is faster. biased: whether
+        there is a bias."""
         if weight.element_size() != 2:  # of the dtypes that were measured
             return None
         found: GemmShape | None = wins(x.shape[0], *weight.shape)
@@ -55,7 +56,7 @@ class Skinny:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + bias by torch, with the library that is better for so many rows."""
         if self._has_lt and weight.element_size() == 2 and lt_wins(x.shape[0], *weight.shape):
-            return _linear_by_lt(x, weight, bias)
+            return linear_by_lt(x, weight, bias)
         return F.linear(x, weight, bias)
 
     def gated(self, x: Tensor, weight: Tensor) -> Tensor | None:
@@ -85,7 +86,7 @@ def lt_wins(rows: int, outputs: int, inputs: int) -> bool:
     return any(first <= rows <= last for first, last in LT_ROWS.get((outputs, inputs), ()))
 
 
-def _linear_by_lt(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_by_lt(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`; torch takes the library from a setting of the process."""
     before = _BLAS()
     _BLAS("cublaslt")

@@ -36,9 +36,12 @@ class Decoder:
         weights: WeightSource,
         attention_backend: str | None = None,
         ranks: Ranks = ALONE,
+        *,
+        strict: bool = False,
     ) -> None:
         """attention_backend: one of `layers.backend.BACKENDS`, None for the device's default.
-        ranks: those that share the model; `weights` gives this one's part."""
+        ranks: those that share the model; `weights` gives this one's part. strict: see `Backend`.
+        """
         self.config, self.ranks = config, ranks
         shard = Shard(config, ranks)
         self.embedding = weights("model.embed_tokens.weight")
@@ -48,12 +51,14 @@ class Decoder:
             DecoderLayer(shard.config, weights, f"model.layers.{index}", ranks=ranks)
             for index in range(config.num_layers)
         ]
-        self.backend = resolve_backend(attention_backend, self.device, config.head_dim, self.dtype)
+        self.backend = resolve_backend(
+            attention_backend, self.device, config.head_dim, self.dtype, strict=strict
+        )
         self.stack = LayerStack(shard.config, layers, self.dtype, self.device, self.backend)
         self.norm = weights("model.norm.weight")
         self.lm_head = self._head(shard, weights)
         if self.stack.fused is not None:
-            use_tuned([*self.stack.linears(), self.lm_head], self.device)
+            use_tuned([*self.stack.linears(), self.lm_head], self.device, strict=strict)
 
     def _head(self, shard: Shard, weights: WeightSource) -> Linear:
         tied = self.config.tie_word_embeddings

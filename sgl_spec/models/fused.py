@@ -77,8 +77,9 @@ class FusedLayers:
 
     def reserve(self, max_batch: int, max_q_len: int, positions: int) -> None:
         """See `Decoder.reserve`."""
-        self._attention.reserve(max_batch, max_q_len)
-        self._table(max(positions, self._context))
+        columns = max(positions, self._context)
+        self._attention.reserve(max_batch, max_q_len, columns)
+        self._table(columns)
 
     def each(
         self, batch: ForwardBatch, caches: Caches

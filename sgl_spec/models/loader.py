@@ -35,6 +35,7 @@ def load_model(
     role: str = "target",
     attention_backend: str | None = None,
     ranks: Ranks = ALONE,
+    strict: bool = False,
 ) -> Decoder:
     """Build the model in `directory` (Hugging Face layout).
 
@@ -43,6 +44,7 @@ def load_model(
     role: what the log calls the model, "target" or "draft".
     attention_backend: one of `layers.backend.BACKENDS`, None for the device's default.
     ranks: those that share the model; each reads its part of the weights.
+    strict: see `layers.backend.Backend`.
     Raises `UnsupportedModelError` naming what does not fit, `ConfigError` for unreadable files.
     """
     if load_format not in LOAD_FORMATS:
@@ -55,7 +57,7 @@ def load_model(
     if load_format == "dummy":
         resolved = resolve_dtype(dtype, lambda: config.dtype or "float32", device)
         weights = DummyWeights(expected_shapes(config), resolved, device, shard.cut)
-        model = Decoder(config, weights, attention_backend, ranks)
+        model = Decoder(config, weights, attention_backend, ranks, strict=strict)
     else:
         with StoredWeights(directory) as stored:
             _check(stored, config)
@@ -64,7 +66,7 @@ def load_model(
                 dtype, lambda: said or stored.float_dtype(_EMBEDDING), device
             )
             stored.device, stored.cut = device, shard.cut
-            model = Decoder(config, stored, attention_backend, ranks)
+            model = Decoder(config, stored, attention_backend, ranks, strict=strict)
     _log_loaded(model, f"{role} {short_name(directory)}", time.perf_counter() - start)
     return model
 

@@ -16,7 +16,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     max_request_tokens: most tokens of prompt and output together: the context, or less where the
     pool is smaller. generation_defaults: sampling values of the checkpoint's generation_config.
-    acceptance_rule: how drafted tokens are accepted.
+    acceptance_rule: how drafted tokens are accepted. strict: whether a text depends on its own
+    request alone.
     """
 
     model_dir: str
@@ -36,6 +37,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     device_name: str
     attention_backend: str
+    strict: bool
     chunked_prefill_size: int
     page_size: int
     speculative_algorithm: str | None
@@ -49,7 +51,8 @@ def summary(args: ResolvedArgs, info: ModelInfo) -> Iterator[str]:
     where = f"{info.device} ({info.device_name})" if info.device_name else info.device
     yield (
         f"Model {args.model_path}: {', '.join(info.architectures)}, {info.dtype} on {where}, "
-        f"weights {_gib(info.memory.get('weight'))}, attention {info.attention_backend}."
+        f"weights {_gib(info.memory.get('weight'))}, attention {info.attention_backend}"
+        f"{', strict' if info.strict else ''}."
     )
     yield (
         f"KV pool: {info.max_total_tokens} tokens, {_gib(info.memory.get('kvcache'))}. Limits: "

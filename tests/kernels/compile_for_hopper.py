@@ -116,6 +116,38 @@ def attention(dtype: torch.dtype) -> None:
         tree_attn(q, kv[0].to(dtype), kv[1].to(dtype), plan, 1.0)
 
 
+def ordered(dtype: torch.dtype) -> None:
+    from sgl_spec_kernels import ordered_attn
+    from sgl_spec_kernels.tree_attn import AttnWork
+
+    for heads, kv_heads, dim, batch, longest, tree in (
+        (32, 8, 128, 1, 1, True),
+        (32, 8, 128, 1, 8, True),
+        (32, 8, 128, 48, 1, True),
+        (32, 8, 128, 48, 8, True),
+        (32, 8, 128, 48, 32, True),
+        (9, 3, 64, 48, 8, True),
+        (32, 8, 128, 2, 2048, False),
+    ):
+        ints, words = torch.zeros(batch + 1, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)
+        rows = ordered_attn.ordered_work_rows(batch, kv_heads, longest, heads // kv_heads, 9)
+        plan = ordered_attn.plan_ordered_attn(
+            torch.zeros(batch, 64, dtype=torch.int32),
+            ints[:batch],
+            ints[:batch],
+            ints,
+            words if tree else None,
+            heads_per_kv=heads // kv_heads,
+            kv_heads=kv_heads,
+            head_dim=dim,
+            dtype=dtype,
+            max_q_len=longest,
+            work=AttnWork.of(max(rows, 64), dim, "cpu"),
+        )
+        q, kv = torch.zeros(2, heads, dim, dtype=dtype), torch.zeros(2, 9, kv_heads, dim)
+        ordered_attn.ordered_attn(q, kv[0].to(dtype), kv[1].to(dtype), plan, 1.0)
+
+
 def fused(dtype: torch.dtype) -> None:
     from sgl_spec_kernels.embed import embed_beside, embed_norm
     from sgl_spec_kernels.rms_norm import rms_norm
@@ -275,6 +307,7 @@ def ngrams(dtype: torch.dtype) -> None:
 
 CALLS: dict[str, Callable[[torch.dtype], None]] = {
     "attention": attention,
+    "ordered": ordered,
     "fused": fused,
     "skinny": skinny,
     "draft": draft,

@@ -42,6 +42,7 @@ INFO = ModelInfo(
     device="",
     device_name="",
     attention_backend="",
+    strict=False,
     chunked_prefill_size=256,
     page_size=1,
     speculative_algorithm=None,
