@@ -217,7 +217,9 @@ def test_settings_alone(drafter: str) -> None:
         assert rig.counters.emitted > 1.5 * rig.counters.verify_ct, "drafts were not accepted"
 
 
-@pytest.mark.parametrize(("drafter", "page"), zip(DRAFTERS, itertools.cycle((1, 4)), strict=False))
+@pytest.mark.parametrize(
+    ("drafter", "page"), list(zip(DRAFTERS, itertools.cycle((1, 4)), strict=False))
+)
 def test_settings_in_a_mixed_batch(drafter: str, page: int) -> None:
     single, double = table()
     cases = single + double
