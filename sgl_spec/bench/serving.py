@@ -35,7 +35,7 @@ BACKENDS = ("sgl-spec", "sglang", "openai")
 _SHOWN = re.compile(
     r"version|model_path|dtype|device|attention_backend|page_size|max_running_requests|"
     r"max_total_\w*tokens|mem_fraction_static|disable_\w+|cuda_graph_\w+|chunked_prefill_size|"
-    r"acceptance_rule|simulate_acc_len|speculative_\w+|random_seed|schedule_policy"
+    r"acceptance_rule|strict|simulate_acc_len|speculative_\w+|random_seed|schedule_policy"
 )
 DEFAULT_URL = "http://127.0.0.1:30000"
 _VLLM_ROUNDS = "vllm:spec_decode_num_drafts_total"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -28,13 +29,13 @@ SETTINGS = {
     "nothing": ("bench96", {}),
     "a frequency penalty of 0.3": ("bench96", {"sampling_params": {"frequency_penalty": 0.3}}),
     "5 log-probabilities": ("bench96", {"return_logprob": True, "top_logprobs_num": 5}),
-    "the regular expression": ("bench96", {"sampling_params": {"regex": "[^~]*"}}),
     "the mix": ("/tmp/mix.jsonl", {}),
 }
 # By a row's first words: steps of the draft and whether whole trees are verified.
 SHAPES = {
     "the controller": (7, False),
     "none |": (None, False),
+    "trees of 32 (7": (7, True),
     "trees of 8 (5": (5, True),
     "chains of 3 (3": (3, True),
 }
@@ -108,21 +109,63 @@ def test_what_requests_ask_for(name: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_controller_beside_single_shapes(name: str) -> None:
     steps, whole = SHAPES[name]
-    found = [
-        row["level"]
+    found = {
+        row["level"]["concurrency"]: str(round(row["level"]["tokens_per_s"]))
         for row in results("controller-h200")
         if row["server"]["speculative_num_steps"] == steps
         and row["server"]["speculative_verify_whole_trees"] is whole
-        and row["server"]["speculative_algorithm"] in (None, "EAGLE3")
-        and row["server"]["max_running_requests"] == 96
-    ]
-    assert all(one["errors"] == 0 for one in found)
-    assert [int(figure) for figure in cells("docs/measured.md", name)[1:]] == speeds(found)
+    }
+    expected = [found.get(level, "") for level in (1, 4, 8, 16, 48, 96)]
+    assert cells("docs/measured.md", name)[1:] == expected
+
+
+def table(document: str, head: str) -> list[list[str]]:
+    """The rows below the head that begins so."""
+    lines = (ROOT / document).read_text().splitlines()
+    (start,) = [i for i, line in enumerate(lines) if line.startswith(head)]
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def shown(level: dict[str, Any]) -> str:
+    """Tokens per second, and the accept length where there is one."""
+    assert level["errors"] == 0
+    length = level["accept_length"]
+    return f"{level['tokens_per_s']:.0f}" + (f" ({length:.2f})" if length else "")
+
+
+def test_what_a_grammar_costs() -> None:
+    found: list[str] = []
+    for _, load in itertools.groupby(results("grammar-h200"), load_of):
+        levels = {row["level"]["concurrency"]: shown(row["level"]) for row in load}
+        found.append(" | ".join(levels.get(level, "") for level in LEVELS))
+    written = [" | ".join(row[2:]) for row in table("docs/measured.md", "| | | 1 | 8 | 48 |")]
+    assert sorted(written) == sorted(found)
+
+
+def load_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """What one load on one server has in common."""
+    algorithm = row["server"]["speculative_algorithm"]
+    return str(algorithm), str(row["workload"]["more"]), str(row["server"]["random_seed"])
+
+
+def test_what_strict_costs() -> None:
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in results("strict-h200"):
+        key = str(row["server"]["speculative_algorithm"]), row["label"]
+        found.setdefault(key, []).append(shown(row["level"]))
+    for row, algorithm in zip(
+        table("docs/strict.md", "| | default |"), ("None", "EAGLE3", "NGRAM"), strict=True
+    ):
+        for cell, label in zip(row[1:3], ("default", "--strict"), strict=True):
+            assert cell == " / ".join(found[algorithm, label])
 
 
 def test_the_table_is_of_one_commit() -> None:
     rows = [*results("serving-h200"), *results("round-h200"), *results("transformers-h200")]
-    assert len({row["commit"] for row in rows}) == 1
+    later = [*results("controller-h200"), *results("grammar-h200"), *results("strict-h200")]
+    assert len({row["commit"] for row in rows}) == len({row["commit"] for row in later}) == 1
+    rows += later
     assert not any(row["dirty"] for row in rows)
 
 

@@ -44,7 +44,7 @@ def table(packed: list[float], plain: list[float], transposed: list[float]) -> T
 # Measured: gate and up, and q, k and v, of SmolLM2 on two cores of a Xeon.
 GATE_UP = table([351, 358, 409, 473], [243, 304, 485, 608], [266, 321, 388, 537])
 QKV = table([137, 139, 150, 173], [89, 103, 152, 167], [89, 112, 118, 168])
-ON_AMD = table([75, 76, 75, 98], [150, 170, 220, 220], [130, 140, 130, 150])
+TIMES_HERE = table([75, 76, 75, 98], [150, 170, 220, 220], [130, 140, 130, 150])
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ ON_AMD = table([75, 76, 75, 98], [150, 170, 220, 220], [130, 140, 130, 150])
         (QKV, False, Form("transposed")),
         (GATE_UP, True, Form("packed", 2, "plain")),
         (GATE_UP, False, Form("transposed")),
-        (ON_AMD, True, PACKED),
+        (TIMES_HERE, True, PACKED),
     ],
 )
 def test_the_fastest_over_all_rows(times: Times, twice: bool, form: Form) -> None:
@@ -99,7 +99,7 @@ def test_a_form_is_kept(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -
     measured(monkeypatch, quiet(GATE_UP))
     first = form_of(weight)
     assert first == Form("packed", 2, "plain")
-    measured(monkeypatch, quiet(ON_AMD))
+    measured(monkeypatch, quiet(TIMES_HERE))
     assert form_of(weight) == first
     assert form_of(torch.empty(weight.shape[0], 128)) == PACKED, "another shape"
     products._measured_form.cache_clear()
