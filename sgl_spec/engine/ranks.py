@@ -112,7 +112,7 @@ class _Joined(Party):
         world = dist.group.WORLD
         host = world if backend == "gloo" else dist.new_group(backend="gloo")
         assert isinstance(host, dist.ProcessGroup)
-        self._torch_ranks = TorchRanks(agreed, host, ordered=False)
+        self._torch_ranks = TorchRanks(agreed, host, ordered=bool(args.strict))
         self.ranks = self._torch_ranks
         self._steps = 0
 

@@ -173,6 +173,13 @@ async def server_info(request: Request) -> Response:
     return Json(await _service(request).server_info())
 
 
+@router.get("/load")
+@router.get("/get_load")
+async def get_load(request: Request) -> Response:
+    """How busy the engine is, as routers of other projects ask it."""
+    return Json(await _service(request).load())
+
+
 @router.get("/flush_cache")
 @router.post("/flush_cache")
 async def flush_cache(request: Request) -> Response:

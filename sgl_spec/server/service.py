@@ -288,6 +288,18 @@ class Service:
         }
         return {**self.args.public(), **info, **found}
 
+    async def load(self) -> list[dict[str, int]]:
+        """/get_load: SGLang's fields, of the one engine that there is."""
+        state = await self.frontend.state()
+        return [
+            {
+                "dp_rank": 0,
+                "num_reqs": state.running + state.queued,
+                "num_waiting_reqs": state.queued,
+                "num_tokens": state.used_tokens,
+            }
+        ]
+
     def _internal_state(self, state: EngineState) -> dict[str, Any]:
         shown: dict[str, Any] = msgspec.to_builtins(state)
         shown |= {

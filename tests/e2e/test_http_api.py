@@ -392,10 +392,13 @@ def test_a_full_queue_is_a_503_for_the_one_too_many(other: Scripted, stream: boo
         wait_for(lambda: other.state()["running"] == 2, 2, "the requests do not run")
         waiting = pool.submit(other.generate, "y", max_new_tokens=1)
         wait_for(lambda: other.state()["queued"] == 1, 2, "the request does not wait")
+        (load,) = other.client.get("/get_load").json()
         full = other.client.post(
             "/generate", json=body("z", extra={"stream": stream}, max_new_tokens=1)
         )
         assert not done.is_set()
+        assert (load["num_reqs"], load["num_waiting_reqs"]) == (3, 1)
+        assert load["num_tokens"] > 0
         assert full.status_code == 503
         assert full.json()["error"]["message"] == "The request queue is full."
         assert running.result().status_code == 200

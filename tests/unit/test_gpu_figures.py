@@ -155,7 +155,9 @@ def test_what_strict_costs() -> None:
         key = str(row["server"]["speculative_algorithm"]), row["label"]
         found.setdefault(key, []).append(shown(row["level"]))
     for row, algorithm in zip(
-        table("docs/strict.md", "| | default |"), ("None", "EAGLE3", "NGRAM"), strict=True
+        table("docs/strict.md", "| | default | `--strict` | tokens |"),
+        ("None", "EAGLE3", "NGRAM"),
+        strict=True,
     ):
         for cell, label in zip(row[1:3], ("default", "--strict"), strict=True):
             assert cell == " / ".join(found[algorithm, label])
