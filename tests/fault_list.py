@@ -246,20 +246,20 @@ TEXT = (
     # --- grammars
     Fault(
         "sgl_spec/speculative/grammar.py",
-        "if may_end and self.depth >= self.min_new_tokens:",
-        "if may_end:",
+        "if self._may_end and self.depth >= self.min_new_tokens:",
+        "if self._may_end:",
         "unit/grammar unit/grammar_ends",
     ),
     Fault(
         "sgl_spec/speculative/grammar.py",
-        "late = one.depth + depths[i] >= one.min_new_tokens",
-        "late = one.depth >= one.min_new_tokens",
+        "late = (found.row_of >= 0) & (depths >= least[:, None])",
+        "late = (found.row_of >= 0) & (0 >= least[:, None])",
         "unit/grammar unit/grammar_ends",
     ),
     Fault(
         "sgl_spec/speculative/grammar.py",
-        "allowed = (above >= 0) & _has(words, above, tokens[request, node])",
-        "allowed = above >= 0",
+        "legal[drafts] = allowed & (ends[drafts] | goes_on[row] | may_end[row])",
+        "legal[drafts] = ends[drafts] | goes_on[row] | may_end[row]",
         "unit/grammar",
     ),
     Fault(
@@ -409,7 +409,7 @@ DRAFTS = (
     ),
     Fault(
         "sgl_spec/engine/control.py",
-        "account.debt += counted * _loss(rate / decision.best)",
+        "account.debt += lost - decision.charged",
         "account.debt += 0.0",
         "unit/control",
     ),
