@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sgl_spec.layers.products import PLAIN, form_of, hold, product
+from sgl_spec.layers.products import PLAIN, form_of, hold, padded_rows, product
 
 if TYPE_CHECKING:
     from sgl_spec.layers.skinny import Skinny  # needs triton, which a CPU does without
@@ -48,7 +48,7 @@ class Linear:
         if self.skinny is not None and (found := self._by_skinny(x, residual)) is not None:
             return found
         layout, weight = self.form.layout_at(len(x)), self._copy_for(len(x))
-        if layout == "packed":
+        if layout == "packed" and padded_rows(len(x)) == len(x):
             return _packed_add(x, residual, weight, self.bias, "add")
         if layout == "transposed" and self.bias is None:
             return torch.addmm(residual, x, weight)

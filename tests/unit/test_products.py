@@ -21,7 +21,10 @@ from sgl_spec.layers.products import (
     best_form,
     can_pack,
     form_of,
+    hold,
     measure,
+    padded_rows,
+    product,
 )
 
 Times = dict[tuple[Layout, int], float]
@@ -140,3 +143,15 @@ def test_the_first_measurement_to_end_is_believed_by_all(
 
     assert start(meanwhile) == 1
     assert [path.suffix for path in (tmp_path / "sgl-spec" / "kind").iterdir()] == [".json"]
+
+
+def test_few_numbers_of_rows_are_compiled() -> None:
+    """And a row's bits are those that it has without the padding."""
+    counts = {padded_rows(rows) for rows in range(1, 2049)}
+    assert len(counts) <= 60
+    assert all(rows <= padded_rows(rows) <= max(1.25 * rows, rows + 7) for rows in range(1, 4097))
+    weight, x = torch.randn(96, 64), torch.randn(130, 64)
+    held = hold(weight, "packed")
+    for rows in (9, 65, 130):
+        unpadded = torch.ops.mkldnn._linear_pointwise.default(x[:rows], held, None, "none", [], "")
+        assert torch.equal(product("packed", x[:rows], held, None), unpadded)
