@@ -50,8 +50,8 @@ def test_every_example_is_run_here() -> None:
     tested |= {"make_prompts.py", "prompt_grammar.json"}  # by test_training_data.py
     tested.add("widen.py")  # by test_widen.py
     tested |= {"tp_bench.sh", "tp_texts.py"}  # by test_ranks_bench.py
-    tested |= {"ray_serve.py", "multi_turn.py"}  # by test_deploy_ray.py
-    tested.add("experiment.toml")  # by test_docs.py, as docs/bench.md shows it
+    tested.add("ray_serve.py")  # by test_deploy_ray.py
+    tested |= {"experiment.toml", "multi_turn.py"}  # by test_docs.py, as the documents show them
     assert {path.name for path in EXAMPLES.iterdir() if path.suffix} == tested
 
 
