@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -21,20 +23,19 @@ class Output:
     ids: all tokens. text: what may be shown of the text. chunk: the latest counts, None before any.
     logprobs: those of `ids`; prompt_logprobs: those of the prompt; both empty unless asked for.
     trees: words for its rounds, None where they are not to be shown; draft_trees: all of them so
-    far; new_trees: those of the last update. simulated: the accept length that the server was told
-    to simulate, if it was.
+    far; new_trees: those of the last update. marks: what else every `meta_info` says.
     """
 
     def __init__(
         self,
         request: TokenizedRequest,
         tokenizer: Tokenizer,
-        simulated: float | None = None,
+        marks: Mapping[str, Any] = MappingProxyType({}),
         trees: TreeWords | None = None,
     ) -> None:
         sampling = request.sampling
         self.request = request
-        self._marks = simulation_mark(simulated)
+        self._marks = marks
         self.ids: list[int] = []
         self.text = ""
         self.chunk: OutputChunk | None = None

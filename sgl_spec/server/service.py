@@ -124,13 +124,15 @@ class Service:
         return self._run(made, replies), fields.stream
 
     def _run(self, made: Made, replies: Replies) -> Run:
-        tokenizer, simulated = self._tokenizer.tokenizer, self.args.simulate_acc_len
-        source = self.info.speculative_algorithm
+        tokenizer, source = self._tokenizer.tokenizer, self.info.speculative_algorithm
+        marks: dict[str, Any] = simulation_mark(self.args.simulate_acc_len)
+        if self.info.strict:
+            marks["strict"] = True
         outputs = [
             Output(
                 request,
                 tokenizer,
-                simulated,
+                marks,
                 TreeWords(tokenizer, request, source) if request.draft_trees else None,
             )
             for request in made.requests

@@ -54,9 +54,13 @@ class Rig:
 
     def completion(self, **body: Any) -> dict[str, Any]:
         """The reply of /v1/completions."""
+        return self.reply("completions", body)
+
+    def reply(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Of a route, whole."""
 
         async def call() -> dict[str, Any]:
-            run, _ = await self.service.completions(body)
+            run, _ = await getattr(self.service, route)(body)
             async with run.open() as ticket:
                 while updates := await ticket.updates():
                     for update in updates:
@@ -295,3 +299,10 @@ def test_a_fault_of_ours_is_a_500_that_pages_can_read(
     assert reply.status_code == 500
     assert "The server failed on this request: ValueError." in reply.text
     assert reply.headers.get("access-control-allow-origin") == ("*" if origin else None)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_reply_says_what_its_bits_depend_on(strict: bool) -> None:
+    body = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
+    meta = Rig(strict=strict).reply("generate", body)["meta_info"]
+    assert meta.get("strict") == (True if strict else None)
