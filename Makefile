@@ -66,18 +66,26 @@ serve: $(SERVER)
 	$(BIN)/python launch_server.py --model-path smollm2 --speculative-algorithm NGRAM --max-running-requests 48 \
 		--port $(PORT) $(ARGS)
 
-# Two halves that take as long, side by side, each with one thread: most tests have no use for two.
+# Two run side by side, each with one thread: most tests have no use for two.
 QUICK := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not gpu' --durations 15
 
 test: $(STAMP)
-	@echo "Two halves side by side; each shows what it did when it ends."
-	@$(MAKE) --no-print-directory --output-sync=target -j2 test-parts test-servers
+	@echo "Three parts, two at a time; each shows what it did when it ends."
+	@$(MAKE) --no-print-directory --output-sync=target -j2 test-servers-1 test-parts test-servers-2
 
 test-parts: $(STAMP)
 	$(QUICK) $(PYTEST_ARGS) tests/unit tests/kernels
 
-test-servers: $(STAMP)
-	$(QUICK) $(PYTEST_ARGS) tests/e2e
+.PHONY: test-servers-1 test-servers-2
+test-servers: test-servers-1 test-servers-2
+
+SERVERS_1 := $(wildcard tests/e2e/test_[a-g]*.py)
+
+test-servers-1: $(STAMP)
+	$(QUICK) $(PYTEST_ARGS) $(SERVERS_1)
+
+test-servers-2: $(STAMP)
+	$(QUICK) $(PYTEST_ARGS) $(filter-out $(SERVERS_1),$(wildcard tests/e2e/test_*.py))
 
 CLIENTS := .venv-clients/.installed
 
