@@ -187,8 +187,9 @@ def product(layout: Layout, x: Tensor, weight: Tensor, bias: Tensor | None) -> T
     """x W^T + b of a weight in that layout. x: [rows, in] -> [rows, out]."""
     if layout == "packed":
         rows = len(x)
-        x = F.pad(x, (0, 0, 0, padded_rows(rows) - rows))
-        return _packed(x, weight, bias, "none", [], "")[:rows]
+        if fill := padded_rows(rows) - rows:
+            return _packed(F.pad(x, (0, 0, 0, fill)), weight, bias, "none", [], "")[:rows]
+        return _packed(x, weight, bias, "none", [], "")
     if layout == "transposed":
         return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
     return F.linear(x, weight, bias)
