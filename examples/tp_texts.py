@@ -33,8 +33,8 @@ def write(path: Path, options: argparse.Namespace, args: ServerArgs) -> None:
         {"temperature": float(i % 2), "seed": i, "max_new_tokens": options.max_tokens}
         for i in range(len(prompts))
     ]
-    given = args.public() | {"check_ranks": args.tp_size > 1}
-    del given["without_effect"]
+    given = {name: value for name, value in vars(args).items() if name != "without_effect"}
+    given["check_ranks"] = args.tp_size > 1
     with LLM(**{name: value for name, value in given.items() if value is not None}) as llm:
         done = llm.generate(prompts, sampling)
     path.write_text(json.dumps([one.output_ids for one in done]))
