@@ -354,7 +354,7 @@ def test_a_server_says_which_rule_it_uses_and_serves_by_it(
 
 def test_thresholds_accept_more_of_ngrams_drafts(launch: Launch) -> None:
     """The loosest threshold accepts any draft that the target does not exclude."""
-    ngram = {"speculative_algorithm": "NGRAM"}
+    ngram = {"speculative_algorithm": "NGRAM", "speculative_verify_whole_trees": True}
     loose = launch(*flags_of({**ngram, "speculative_accept_threshold_single": 0}))
     exact = launch(*flags_of(ngram))
     shown = [s.client.get("/server_info").json()["acceptance_rule"] for s in (loose, exact)]
