@@ -122,13 +122,16 @@ def _best_measured(out: int, inner: int, dtype: torch.dtype) -> Form | None:
 
 def best_form(times: Mapping[tuple[Layout, int], float], *, twice: bool) -> Form:
     """The form that is fastest over all of `ROWS`, each weighed alike. times: by layout and rows.
-    twice: whether two copies may be held."""
+    twice: whether two copies may be held. One copy that is slower than the packed one with the most
+    rows is none: batches, trees and prompts have more still."""
     best = {rows: min(times[layout, rows] for layout in LAYOUTS) for rows in ROWS}
 
     def cost(form: Form) -> float:
         return sum(times[form.layout_at(rows), rows] / best[rows] for rows in ROWS)
 
-    single = min((Form(layout) for layout in LAYOUTS), key=cost)
+    enough = times["packed", ROWS[-1]]
+    singles = [Form(layout) for layout in LAYOUTS if times[layout, ROWS[-1]] <= enough]
+    single = min(singles, key=cost)
     found = single if cost(single) < PAYS * cost(PACKED) else PACKED
     if not twice:
         return found

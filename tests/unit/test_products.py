@@ -55,7 +55,7 @@ TIMES_HERE = table([75, 76, 75, 98], [150, 170, 220, 220], [130, 140, 130, 150])
     [
         (QKV, False, Form("transposed")),
         (GATE_UP, True, Form("packed", 2, "plain")),
-        (GATE_UP, False, Form("transposed")),
+        (GATE_UP, False, PACKED),
         (TIMES_HERE, True, PACKED),
     ],
 )
